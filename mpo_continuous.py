@@ -1,0 +1,997 @@
+"""Maximum a Posteriori Policy Optimisation for continuous actions (Abdolmaleki et al., ICLR 2018), Algorithm 2.
+
+Try:
+    python mpo_continuous.py --env-id dm_control/walker-walk-v0         learn to walk
+    python mpo_continuous.py --resume RUN_DIR                           continue a run that was stopped
+    python mpo_continuous.py --evaluate RUN_DIR --capture-video         watch what it learned
+
+Symbols, as in the paper:
+    theta, theta_i      the policy pi being fitted, and the target policy pi_i it started this iteration from
+    phi, phi'           the critic Q, and its target Q'
+    q(a|s)              the improved, sample-based policy of the E-step, proportional to pi_i(a|s) exp(Q'(s,a)/eta)
+    eta                 temperature of the E-step: the multiplier of KL(q||pi_i) <= epsilon
+    eta_mu, eta_sigma   multipliers of the M-step's bounds on the change of mean and covariance
+    b(a|s)              the policy that acted when the data was collected
+
+Axis letters in shape comments: B windows, T steps in a window, M sampled actions, S observation size, A action size.
+"""
+# /// script
+# requires-python = ">=3.10,<3.13"
+# dependencies = [
+#     "torch>=2.4,<3",
+#     "numpy>=1.26,<3",
+#     "gymnasium>=1.0,<2",
+#     "shimmy>=2.0,<3",
+#     "dm_control>=1.0.20,<2",
+#     "mujoco>=3.1.6,<4",
+#     "tyro>=0.9,<2",
+#     "tensorboard>=2.16,<3",
+# ]
+# ///
+
+import copy
+import csv
+import dataclasses
+import difflib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import nn
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments. One flat dataclass; its five parts are the groups of --help. `paper:` marks a value that the paper prints.
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass
+class Experiment:
+    env_id: str = "dm_control/walker-walk-v0"
+    """The task: any dm_control/DOMAIN-TASK-v0, or a Gymnasium task with continuous actions."""
+    seed: int = 1
+    """Seed of the networks, the exploration, the replay sampling and of every episode."""
+    total_timesteps: int = 100_000
+    """Environment steps to train for."""
+    paper: bool = False
+    """Use every value the paper prints, where our defaults depart from it (docs/defaults.md shows the comparison)."""
+
+
+@dataclass
+class Environment:
+    time_limit: int = 0
+    """Cut episodes after this many steps; 0 keeps the task's own limit (1000 where it has none)."""
+    action_bound: float = 0.0
+    """Bound of each action, needed only where the task itself gives none; 0 keeps the task's own bounds."""
+
+
+@dataclass
+class Algorithm:
+    gamma: float = 0.99
+    """Discount factor, gamma (paper: 0.99)."""
+    epsilon: float = 0.1
+    """E-step: bound on KL(q || pi_i), epsilon (paper: 0.1)."""
+    epsilon_mu: float = 0.1
+    """M-step: bound on the change of the mean, epsilon_mu (paper: 0.1)."""
+    epsilon_sigma: float = 1e-4
+    """M-step: bound on the change of the covariance, epsilon_Sigma (paper: 1e-4)."""
+    decoupling: Literal["paper", "followup", "joint"] = "paper"
+    """M-step constraints: the paper's split of the KL, the follow-up's, or one joint KL bounded by epsilon_mu."""
+    covariance: Literal["full", "diagonal"] = "full"
+    """Covariance of the Gaussian policy (paper: full)."""
+    num_samples: int = 20
+    """Actions sampled per state to estimate integrals, M."""
+    window: int = 8
+    """Steps in a replayed window, after which Retrace bootstraps, T."""
+    policy_layers: tuple[int, ...] = (100, 100)
+    """Hidden layers of the policy (paper: 100 100; humanoid 200 200)."""
+    critic_layers: tuple[int, ...] = (200, 200)
+    """Hidden layers of the critic (paper: 200 200; humanoid 300 300)."""
+    initial_std: float = 0.5
+    """Standard deviation of the untrained policy, in units of half the action range."""
+    min_std: float = 0.01
+    """Least diagonal entry of the policy's Cholesky factor."""
+
+
+@dataclass
+class Optimisation:
+    learning_rate: float = 5e-4
+    """Adam's rate for policy and critic (paper: 5e-4)."""
+    multiplier_rate: float = 1e-2
+    """Adam's rate for the logarithms of eta, eta_mu and eta_sigma."""
+    batch_size: int = 32
+    """Windows per gradient step, B."""
+    trajectories: int = 1
+    """Episodes collected between two rounds of gradient steps, L."""
+    updates_per_step: float = 1.0
+    """Gradient steps per environment step collected; on 1000-step episodes 1.0 is the paper's K = 1000."""
+    target_period: int = 100
+    """Gradient steps between two copies of theta to theta_i and phi to phi' (paper: each iteration, 1000)."""
+    learning_starts: int = 2000
+    """Environment steps collected before the first gradient step."""
+    buffer_size: int = 1_000_000
+    """Steps kept in the replay."""
+    max_grad_norm: float = 40.0
+    """Largest gradient norm of each network; longer gradients are scaled down to it."""
+
+
+@dataclass
+class RunControl:
+    run_dir: str = ""
+    """Folder of this run; empty means runs/ENV__mpo_continuous__SEED__TIME."""
+    resume: str = ""
+    """Continue the run in this folder from its last checkpoint, with the run's own settings."""
+    evaluate: str = ""
+    """Train nothing: evaluate the policy saved in this run folder with its mean action."""
+    eval_every: int = 10_000
+    """Environment steps between two evaluations; 0 evaluates at the end only."""
+    eval_episodes: int = 10
+    """Episodes per evaluation."""
+    checkpoint_every: int = 10_000
+    """Environment steps between two checkpoints; 0 saves at the end, on Ctrl-C and on SIGTERM only."""
+    save_model: bool = True
+    """Write the final policy to RUN_DIR/model.pt."""
+    capture_video: bool = False
+    """Record the first episode of the final (or --evaluate) evaluation as an MP4."""
+    track: bool = False
+    """Send the metrics to Weights & Biases too."""
+    threads: int = 0
+    """CPU threads; 0 leaves the choice to PyTorch."""
+    device: str = "cpu"
+    """PyTorch device of the networks, such as cpu or cuda."""
+    compile: bool = False
+    """Compile the gradient step with torch.compile: a minute at the start, then faster."""
+    torch_deterministic: bool = True
+    """Ask PyTorch for deterministic kernels."""
+
+
+@dataclass
+class Args(Experiment, Environment, Algorithm, Optimisation, RunControl):
+    """All settings of a run, flat: args.epsilon, args.seed."""
+
+
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
+def command_line(
+    experiment: Experiment,
+    environment: Environment,
+    algorithm: Algorithm,
+    optimisation: Optimisation,
+    run_control: RunControl,
+) -> Args:
+    """Maximum a Posteriori Policy Optimisation for continuous actions."""
+    groups = (experiment, environment, algorithm, optimisation, run_control)
+    return Args(**{name: value for group in groups for name, value in vars(group).items()})
+
+
+PAPER = {
+    "target_period": 1000,
+    "updates_per_step": 1.0,
+}  # what --paper restores: printed values that are not our defaults
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Environment. Whatever the task's own spaces are, the learner sees a float32 vector and acts in [-1, 1]^A.
+# ---------------------------------------------------------------------------------------------------------------------
+def make_env(args, render=False):
+    """The task, observation flattened to [S], action [A] clipped to [-1, 1] and scaled to the task's bounds."""
+    kwargs = {"render_mode": "rgb_array"} if render else {}
+    if args.env_id.startswith("dm_control/"):
+        register_dm_control(render)
+        kwargs["task_kwargs"] = {"random": args.seed}  # the plant of a randomised task is part of the experiment
+    env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
+    endless = env.spec.max_episode_steps is None and getattr(env.unwrapped, "_env", None) is None
+    if args.env_id.startswith("dm_control/"):
+        endless = math.isinf(env.unwrapped._env._step_limit)
+    if args.time_limit or endless:
+        env = gym.wrappers.TimeLimit(env, args.time_limit or 1000)
+    low, high = env.action_space.low, env.action_space.high
+    if args.action_bound:
+        low, high = np.full_like(low, -args.action_bound), np.full_like(high, args.action_bound)
+    centre, scale = (high + low) / 2, (high - low) / 2
+    unit_box = gym.spaces.Box(-1, 1, env.action_space.shape, np.float32)
+    env = gym.wrappers.TransformAction(env, lambda action: centre + scale * np.clip(action, -1, 1), unit_box)
+    return gym.wrappers.FlattenObservation(env)
+
+
+def register_dm_control(render=False):
+    """Make the dm_control/ ids known. MUJOCO_GL is read on import: with no display, egl renders; training needs none."""
+    if sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
+    import shimmy
+
+    gym.register_envs(shimmy)
+
+
+def episode_seed(seed, *numbers):
+    """One seed per episode, a function of its number alone: what makes a resumed run repeat the uninterrupted one."""
+    return int(np.random.SeedSequence([seed, *numbers]).generate_state(1)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Networks. Two hidden layers with layer normalisation after the first, as is usual for MPO; the paper gives the sizes.
+# ---------------------------------------------------------------------------------------------------------------------
+class Policy(nn.Module):
+    """pi(a|s, theta) = N(mu(s), L(s) L(s)^T) with L lower triangular and positive on the diagonal."""
+
+    def __init__(self, state_size, action_size, layers, initial_std=0.5, min_std=0.01, covariance="full"):
+        super().__init__()
+        sizes = [state_size, *layers]
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:]))
+        self.norm = nn.LayerNorm(layers[0])
+        self.mean = nn.Linear(layers[-1], action_size)
+        self.factor = nn.Linear(layers[-1], action_size**2)
+        self.action_size, self.min_std, self.covariance = action_size, min_std, covariance
+        self.std_offset = math.log(math.expm1(initial_std - min_std))  # softplus(offset) + min_std = initial_std
+        with torch.no_grad():  # start at N(0, initial_std^2 I), nearly
+            for head in (self.mean, self.factor):
+                head.weight.mul_(0.01), head.bias.zero_()
+
+    def forward(self, state):
+        """state [..., S] -> mean [..., A], Cholesky factor [..., A, A]."""
+        h = F.relu(self.norm(self.hidden[0](state)))
+        for layer in self.hidden[1:]:
+            h = F.relu(layer(h))
+        raw = self.factor(h).unflatten(-1, (self.action_size, self.action_size))
+        std = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.std_offset) + self.min_std
+        cholesky = torch.diag_embed(std)  # A_ii <- log(1 + exp(A_ii))
+        if self.covariance == "full":
+            cholesky = cholesky + raw.tril(-1)
+        return self.mean(h), cholesky
+
+
+class Critic(nn.Module):
+    """Q(s, a, phi). Actions outside [-1, 1] act as clipped ones, so they are scored as clipped ones."""
+
+    def __init__(self, state_size, action_size, layers):
+        super().__init__()
+        sizes = [state_size + action_size, *layers]
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:]))
+        self.norm = nn.LayerNorm(layers[0])
+        self.value = nn.Linear(layers[-1], 1)
+        self.state_size = state_size
+
+    def forward(self, state, action):
+        """state [..., S] and action [..., A] -> [...]; or M actions for each state, [..., M, A] -> [..., M]."""
+        # The first layer over [s, a] is W_s s + W_a a + b; the state's part is computed once for all M actions. The
+        # in-place sums avoid a pass over memory each: with M x B x T rows, memory is what the update waits for.
+        first = self.hidden[0]
+        state_part = F.linear(state, first.weight[:, : self.state_size], first.bias)
+        if action.dim() > state.dim():
+            state_part = state_part.unsqueeze(-2)
+        h = F.linear(action.clamp(-1, 1), first.weight[:, self.state_size :]).add_(state_part)
+        h = self.norm(h).relu_()
+        for layer in self.hidden[1:]:
+            h = F.linear(h, layer.weight).add_(layer.bias).relu_()
+        return self.value(h).squeeze(-1)
+
+
+class Agent(nn.Module):
+    """Everything that is learned: theta, phi, their targets theta_i, phi', and the logarithms of the multipliers."""
+
+    def __init__(self, state_size, action_size, args):
+        super().__init__()
+        self.policy = Policy(
+            state_size, action_size, args.policy_layers, args.initial_std, args.min_std, args.covariance
+        )
+        self.critic = Critic(state_size, action_size, args.critic_layers)
+        self.target_policy = copy.deepcopy(self.policy).requires_grad_(False)
+        self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
+        self.log_eta = nn.Parameter(torch.tensor(math.log(1.0)))
+        self.log_eta_mu = nn.Parameter(torch.tensor(math.log(1.0)))
+        self.log_eta_sigma = nn.Parameter(torch.tensor(math.log(100.0)))
+
+    def copy_targets(self):
+        """theta_i = theta, phi' = phi."""
+        self.target_policy.load_state_dict(self.policy.state_dict())
+        self.target_critic.load_state_dict(self.critic.state_dict())
+
+
+def gaussian_log_prob(mean, cholesky, action):
+    """log N(a; mu, L L^T). mean, action [..., A], cholesky [..., A, A] -> [...]."""
+    z = torch.linalg.solve_triangular(cholesky, (action - mean).unsqueeze(-1), upper=False).squeeze(-1)
+    return standard_normal_log_prob(z) - log_det(cholesky)
+
+
+def standard_normal_log_prob(z):
+    """log N(z; 0, I). [..., A] -> [...]. With a = mu + L z, log N(a; mu, L L^T) is this minus log det L."""
+    return -0.5 * (z.square().sum(-1) + z.shape[-1] * math.log(2 * math.pi))
+
+
+def log_det(cholesky):
+    """log det of a triangular matrix. [..., A, A] -> [...]."""
+    return cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policy evaluation: Retrace (section 4 of the paper). Off-policy data is corrected by clipped importance weights.
+# ---------------------------------------------------------------------------------------------------------------------
+def trace_coefficient(log_prob, behaviour_log_prob):
+    """c = min(1, pi(a|s) / b(a|s)). Any shape."""
+    return (log_prob - behaviour_log_prob).clamp(max=0.0).exp()
+
+
+def retrace(q, v_next, reward, discount, trace):
+    """Retrace targets. All [B, T]; v_next[t] = E_pi Q'(s_{t+1}, .), trace[t] = c_{t+1}, 0 where a window or episode ends."""
+    correction = torch.zeros_like(q[:, 0])
+    targets = []
+    for t in reversed(range(q.shape[1])):
+        delta = reward[:, t] + discount[:, t] * v_next[:, t] - q[:, t]  # r_t + gamma E_pi Q'(s_{t+1},.) - Q'(s_t,a_t)
+        correction = delta + discount[:, t] * trace[:, t] * correction  # sum_j gamma^{j-t} (prod c_k) delta_j
+        targets.append(q[:, t] + correction)
+    return torch.stack(targets[::-1], dim=1)
+
+
+def masked_mean(x, mask):
+    """Mean of x where mask is 1. Both of one shape."""
+    return (x * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# E-step: q(a|s) = pi_i(a|s) exp(Q'(s,a)/eta) / Z(s), with eta at the minimum of the convex dual g. The integrals over
+# actions are sums over samples from pi_i, whose prior weight is 1/M each.
+# ---------------------------------------------------------------------------------------------------------------------
+def temperature_dual(eta, scores, log_prior, epsilon, mask):
+    """g(eta) = eta epsilon + eta E_s log sum_a exp(log_prior + Q'(s,a)/eta). scores [..., M], mask [...]."""
+    return eta * epsilon + eta * masked_mean(torch.logsumexp(log_prior + scores / eta, dim=-1), mask)
+
+
+def improved_policy(eta, scores, log_prior):
+    """q(a|s) on the actions scored, summing to 1 over them. scores [..., M] -> [..., M]."""
+    return torch.softmax(log_prior + scores / eta, dim=-1)
+
+
+def categorical_kl(weights, log_prior):
+    """KL(q || pi_i) on the actions scored. weights [..., M] -> [...]."""
+    return (weights * (weights.clamp(min=1e-30).log() - log_prior)).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# M-step: maximise E_q log pi(a|s, theta) while the change of mean and covariance stays within epsilon_mu and
+# epsilon_sigma. A sample is a = mu_i + L_i z with z known, so all that the objective needs of the M samples is their
+# weighted moments z_bar and S, and all that it needs of pi is P = L^-1 L_i and d = L^-1 (mu_i - mu): one triangular
+# solve per state. E.g. L^-1 (a - mu) = d + P z.
+# ---------------------------------------------------------------------------------------------------------------------
+def weighted_moments(weights, z):
+    """z_bar = sum_m w_m z_m and S = sum_m w_m z_m z_m^T. weights [..., M], z [..., M, A] -> [..., A], [..., A, A]."""
+    weighted = weights.unsqueeze(-1) * z
+    return weighted.sum(-2), weighted.mT @ z
+
+
+def whiten(mean_i, cholesky_i, mean, cholesky):
+    """d = L^-1 (mu_i - mu) [..., A] and P = L^-1 L_i [..., A, A], from one solve."""
+    right = torch.cat([(mean_i - mean).unsqueeze(-1), cholesky_i], dim=-1)
+    solved = torch.linalg.solve_triangular(cholesky, right, upper=False)
+    return solved[..., 0], solved[..., 1:]
+
+
+def kl_mean(d):
+    """C_mu = 1/2 (mu - mu_i)^T Sigma^-1 (mu - mu_i) = 1/2 |d|^2. [..., A] -> [...]."""
+    return 0.5 * d.square().sum(-1)
+
+
+def kl_covariance(p):
+    """C_Sigma = 1/2 (tr(Sigma^-1 Sigma_i) - A + ln(det Sigma / det Sigma_i)) = 1/2 (|P|^2 - A) - ln det P. -> [...]."""
+    return 0.5 * (p.square().sum((-2, -1)) - p.shape[-1]) - log_det(p)
+
+
+def expected_log_prob(d, p, log_det_l, z_bar, s):
+    """E_q log N(a; mu, L L^T) = -1/2 E_q |d + P z|^2 - ln det L - A/2 ln 2 pi, from the moments of z under q. -> [...]."""
+    pz_bar = (p @ z_bar.unsqueeze(-1)).squeeze(-1)
+    square = d.square().sum(-1) + 2 * (d * pz_bar).sum(-1) + ((p @ s) * p).sum((-2, -1))
+    return -0.5 * (square + p.shape[-1] * math.log(2 * math.pi)) - log_det_l
+
+
+def m_step_terms(decoupling, mean_i, cholesky_i, mean, cholesky, z_bar, s):
+    """The likelihood to maximise, C_mu and C_Sigma, each [...], in one of the two decouplings (docs/paper-to-code.md)."""
+    if decoupling == "followup":  # (mu, Sigma_i) fits the mean, (mu_i, Sigma) the covariance, C_mu with Sigma_i
+        d, same = whiten(mean_i, cholesky_i, mean, cholesky_i)
+        _, p = whiten(mean_i, cholesky_i, mean_i, cholesky)
+        likelihood = expected_log_prob(d, same, log_det(cholesky_i), z_bar, s)
+        likelihood = likelihood + expected_log_prob(torch.zeros_like(d), p, log_det(cholesky), z_bar, s)
+    else:  # the paper's: one likelihood under (mu, Sigma), C_mu with Sigma; C_mu + C_Sigma is KL(pi_i || pi)
+        d, p = whiten(mean_i, cholesky_i, mean, cholesky)
+        likelihood = expected_log_prob(d, p, log_det(cholesky), z_bar, s)
+    return likelihood, kl_mean(d), kl_covariance(p)
+
+
+def lagrangian(eta, epsilon, kl):
+    """eta (epsilon - C), twice: the multiplier descends on the first, the policy ascends on the second."""
+    return eta * (epsilon - kl.detach()), eta.detach() * (epsilon - kl)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Replay. A ring of rows in the order they were lived. An episode of n steps is n + 1 rows: the last one holds only the
+# final observation, which a time limit bootstraps from. Whole episodes are added, so the newest row is always a last one
+# and a window that starts at any other row meets the end of its episode before it meets the ring's seam.
+# ---------------------------------------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    """Windows of consecutive steps. Where valid is 0 the episode is over and the entries mean nothing."""
+
+    state: torch.Tensor  # [B, T+1, S]
+    action: torch.Tensor  # [B, T, A]
+    behaviour_log_prob: torch.Tensor  # [B, T], log b(a|s) at the time of acting
+    reward: torch.Tensor  # [B, T]
+    terminated: torch.Tensor  # [B, T], 1 where the step ended its episode for good (a time limit does not)
+    valid: torch.Tensor  # [B, T]
+
+
+class Replay:
+    def __init__(self, capacity, state_size, action_size):
+        self.rows = {
+            "state": torch.zeros(capacity, state_size),
+            "action": torch.zeros(capacity, action_size),
+            "behaviour_log_prob": torch.zeros(capacity),
+            "reward": torch.zeros(capacity),
+            "terminated": torch.zeros(capacity),
+            "last": torch.zeros(capacity, dtype=torch.bool),
+        }
+        self.capacity, self.size, self.head = capacity, 0, 0
+        self.starts = torch.zeros(0, dtype=torch.long)
+
+    def add_episode(self, **episode):
+        """Append n + 1 rows; each entry is [n + 1, ...] and overwrites the oldest rows where the ring is full."""
+        count = len(episode["state"])
+        index = (self.head + torch.arange(count)) % self.capacity
+        for name, rows in self.rows.items():
+            rows[index[-self.capacity :]] = torch.as_tensor(episode[name])[-self.capacity :].to(rows.dtype)
+        self.head = int(index[-1] + 1) % self.capacity
+        self.size = min(self.size + count, self.capacity)
+        self.starts = (~self.rows["last"][: self.size]).nonzero().squeeze(-1)
+
+    def sample(self, batch_size, window):
+        """Windows [B, T] starting at uniformly drawn steps."""
+        start = self.starts[torch.randint(len(self.starts), (batch_size,))]
+        index = (start.unsqueeze(-1) + torch.arange(window + 1)) % self.capacity
+        over = (
+            self.rows["last"][index].cumsum(1) > 0
+        )  # from the final observation on: no step here, or another episode's
+        step = {name: self.rows[name][index[:, :-1]] for name in Batch._fields[1:-1]}
+        return Batch(state=self.rows["state"][index], valid=(~over[:, :-1]).float(), **step)
+
+    def state_dict(self):
+        return {name: rows[: self.size].clone() for name, rows in self.rows.items()} | {"head": self.head}
+
+    def load_state_dict(self, saved):
+        self.size, self.head = len(saved["last"]), saved["head"]
+        for name, rows in self.rows.items():
+            rows[: self.size] = saved[name]
+        self.starts = (~self.rows["last"][: self.size]).nonzero().squeeze(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learner: one gradient step, in the order of the paper's Algorithm 2.
+# ---------------------------------------------------------------------------------------------------------------------
+def compute_losses(agent, batch, noise, args):
+    """The three losses of one gradient step on B windows, and what the diagnostics need. noise [B, T, M, A] ~ N(0, I)."""
+    state, next_state = batch.state[:, :-1], batch.state[:, 1:]
+    discount = args.gamma * (1 - batch.terminated)  # a termination bootstraps nothing, a time limit does
+    alive = batch.valid * (1 - batch.terminated)  # [B, T], states s_{t+1} from which one can act
+
+    # M actions of pi_i for each of s_1 .. s_T, scored once by Q': the scores serve V in Retrace and q in the E-step.
+    with torch.no_grad():
+        mean_i, cholesky_i = agent.target_policy(next_state)
+        sampled = mean_i.unsqueeze(-2) + noise @ cholesky_i.mT  # a = mu_i + L_i z
+        scores = agent.target_critic(next_state, sampled)  # [B, T, M]
+
+        log_prob = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], batch.action[:, 1:])
+        trace = trace_coefficient(log_prob, batch.behaviour_log_prob[:, 1:]) * batch.valid[:, 1:]
+        target = retrace(
+            agent.target_critic(state, batch.action), scores.mean(-1), batch.reward, discount, F.pad(trace, (0, 1))
+        )
+
+    # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
+    q = agent.critic(state, batch.action)
+    critic_loss = masked_mean((q - target).square(), batch.valid)
+
+    # E-step gradient: g(eta), then q(a|s)
+    log_prior = -math.log(args.num_samples)  # each sample stands for 1/M of pi_i
+    eta = agent.log_eta.exp()
+    dual_loss = temperature_dual(eta, scores, log_prior, args.epsilon, alive)
+    weights = improved_policy(eta.detach(), scores, log_prior)
+
+    # M-step gradient: L(theta, eta_mu, eta_sigma)
+    mean, cholesky = agent.policy(next_state)
+    z_bar, s = weighted_moments(weights, noise)
+    likelihood, c_mu, c_sigma = m_step_terms(args.decoupling, mean_i, cholesky_i, mean, cholesky, z_bar, s)
+    likelihood, c_mu, c_sigma = (masked_mean(x, alive) for x in (likelihood, c_mu, c_sigma))
+    if args.decoupling == "joint":
+        multipliers, constraints = lagrangian(agent.log_eta_mu.exp(), args.epsilon_mu, c_mu + c_sigma)
+    else:
+        of_mu = lagrangian(agent.log_eta_mu.exp(), args.epsilon_mu, c_mu)
+        of_sigma = lagrangian(agent.log_eta_sigma.exp(), args.epsilon_sigma, c_sigma)
+        multipliers, constraints = of_mu[0] + of_sigma[0], of_mu[1] + of_sigma[1]
+    policy_loss = -(likelihood + constraints)
+
+    seen = dict(
+        trace=trace, traced=batch.valid[:, 1:], alive=alive, valid=batch.valid, q=q, target=target, scores=scores
+    )
+    seen |= dict(weights=weights, mean=mean, cholesky=cholesky, c_mu=c_mu, c_sigma=c_sigma)
+    return critic_loss, policy_loss, dual_loss + multipliers, {name: x.detach() for name, x in seen.items()}
+
+
+def update(agent, optimiser, loss_function, batch, noise, args):
+    """One step of Adam on theta, phi and the multipliers. Returns the losses and what the diagnostics need."""
+    critic_loss, policy_loss, multiplier_loss, seen = loss_function(agent, batch, noise, args)
+    optimiser.zero_grad()
+    (critic_loss + policy_loss + multiplier_loss).backward()
+    losses = {"losses/critic": critic_loss, "losses/policy": policy_loss, "losses/multipliers": multiplier_loss}
+    for name in ("critic", "policy"):
+        norm = nn.utils.clip_grad_norm_(getattr(agent, name).parameters(), args.max_grad_norm)
+        losses[f"losses/{name}_gradient"] = norm
+    values = {name: loss.item() for name, loss in losses.items()}
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise NotFinite(f"{name} became {value}")
+    optimiser.step()
+    with torch.no_grad():  # a multiplier that rests at its floor or ceiling can still come back
+        for log_multiplier in (agent.log_eta, agent.log_eta_mu, agent.log_eta_sigma):
+            log_multiplier.clamp_(math.log(1e-6), math.log(1e6))
+    return values, seen
+
+
+@torch.no_grad()
+def diagnostics(agent, seen, args):
+    """The mpo/* metrics of one update; docs/metrics.md says what each means and when to worry."""
+    weights, alive, std = seen["weights"], seen["alive"], seen["cholesky"].square().sum(-1).sqrt()
+    valid, q, target = seen["valid"] > 0, seen["q"], seen["target"]
+    metrics = {
+        "eta": agent.log_eta.exp(),
+        "eta_mu": agent.log_eta_mu.exp(),
+        "eta_sigma": agent.log_eta_sigma.exp(),
+        "kl_q_relative": masked_mean(categorical_kl(weights, -math.log(args.num_samples)), alive) / args.epsilon,
+        "kl_mu_relative": seen["c_mu"] / args.epsilon_mu,
+        "kl_sigma_relative": seen["c_sigma"] / args.epsilon_sigma,
+        "trace": masked_mean(seen["trace"], seen["traced"]),
+        "effective_samples": masked_mean(1 / weights.square().sum(-1), alive),
+        "entropy": masked_mean(log_det(seen["cholesky"]), alive) + 0.5 * std.shape[-1] * math.log(2 * math.pi * math.e),
+        "std_mean": masked_mean(std.mean(-1), alive),
+        "std_min": std.min(),
+        "std_max": std.max(),
+        "mean_outside": masked_mean((seen["mean"].abs() > 1).float().mean(-1), alive),
+        "q_std_over_actions": masked_mean(seen["scores"].std(-1), alive),
+        "q_mean": q[valid].mean(),
+        "q_min": q[valid].min(),
+        "q_max": q[valid].max(),
+        "target_min": target[valid].min(),
+        "target_max": target[valid].max(),
+    }
+    return {f"mpo/{name}": float(value) for name, value in metrics.items()}
+
+
+COLUMNS = [
+    "global_step",
+    "charts/episodic_return",
+    "eval/episodic_return",
+    "charts/SPS",
+    "charts/seconds",
+    "charts/updates",
+]
+COLUMNS += [f"losses/{name}" for name in "critic policy multipliers critic_gradient policy_gradient".split()]
+COLUMNS += [
+    f"mpo/{name}" for name in "eta eta_mu eta_sigma kl_q_relative kl_mu_relative kl_sigma_relative trace".split()
+]
+COLUMNS += [f"mpo/{name}" for name in "effective_samples entropy std_mean std_min std_max mean_outside".split()]
+COLUMNS += [f"mpo/{name}" for name in "q_std_over_actions q_mean q_min q_max target_min target_max".split()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Acting and evaluating.
+# ---------------------------------------------------------------------------------------------------------------------
+class NotFinite(Exception):
+    """Something became NaN or infinite; the run stops before it spreads."""
+
+
+@torch.no_grad()
+def collect_episode(env, policy, seed, device):
+    """Live one episode with actions sampled from the policy. Returns its n + 1 rows for the replay."""
+    state, _ = env.reset(seed=seed)
+    rows = {"state": [state], "action": [], "behaviour_log_prob": [], "reward": [], "terminated": []}
+    over = False
+    while not over:
+        mean, cholesky = policy(torch.as_tensor(state, dtype=torch.float32, device=device))
+        z = torch.randn(len(mean)).to(device)
+        action = mean + cholesky @ z
+        # The action is stored as it was drawn, with its density; the environment clips it, and so does the critic.
+        log_prob = standard_normal_log_prob(z) - log_det(cholesky)
+        state, reward, terminated, truncated, _ = env.step(action.cpu().numpy())
+        over = terminated or truncated
+        if not np.isfinite(reward) or not np.isfinite(state).all():
+            raise NotFinite(f"{'the reward' if not np.isfinite(reward) else 'an observation'} is not finite")
+        row = (state, action.cpu().numpy(), log_prob.item(), float(reward), float(terminated))
+        for name, value in zip(rows, row):
+            rows[name].append(value)
+    rows["last"] = [False] * len(rows["reward"]) + [True]
+    for name in ("action", "behaviour_log_prob", "reward", "terminated"):
+        rows[name].append(np.zeros_like(rows[name][0]))  # the final observation has no step
+    return {name: np.stack(values) for name, values in rows.items()}
+
+
+@torch.no_grad()
+def evaluate(env, policy, episodes, seed, device, video=None):
+    """Returns of some episodes with the mean action, the first of them filmed to the file `video`."""
+    returns, frames = [], []
+    for episode in range(episodes):
+        state, _ = env.reset(seed=episode_seed(seed, 1, episode))
+        total, over = 0.0, False
+        while not over:
+            if video and episode == 0:
+                frames.append(env.render())
+            mean, _ = policy(torch.as_tensor(state, dtype=torch.float32, device=device))
+            state, reward, terminated, truncated, _ = env.step(mean.cpu().numpy())
+            total, over = total + float(reward), terminated or truncated
+        returns.append(total)
+    if video:
+        import imageio.v2 as imageio
+
+        imageio.mimwrite(video, frames, fps=frame_rate(env), macro_block_size=1)
+    return returns
+
+
+def frame_rate(env):
+    """Frames per second at true speed. Shimmy's own figure is wrong, so dm_control is asked itself."""
+    physics = getattr(env.unwrapped, "_env", None)
+    return 1 / physics.control_timestep() if physics is not None else env.metadata.get("render_fps", 30)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run folder: args.json, progress.csv, TensorBoard events, checkpoint.pt, model.pt.
+# ---------------------------------------------------------------------------------------------------------------------
+def write_aside(path, write):
+    """Write a file whole or not at all: to one side, flushed to the disk, then renamed over the old one."""
+    aside = Path(f"{path}.tmp")
+    try:
+        with open(aside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def save_checkpoint(run_dir, agent, optimiser, replay, counters):
+    checkpoint = {"agent": agent.state_dict(), "optimiser": optimiser.state_dict(), "replay": replay.state_dict()}
+    checkpoint |= {"counters": counters, "random_state": torch.get_rng_state()}
+    write_aside(Path(run_dir) / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+
+
+def load_checkpoint(run_dir, agent, optimiser, replay):
+    """Restore everything that save_checkpoint saved, and return the counters."""
+    path = Path(run_dir) / "checkpoint.pt"
+    if not path.exists():
+        refuse(f"{run_dir} holds no checkpoint yet; start it anew with --run-dir and another folder.")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        agent.load_state_dict(checkpoint["agent"])
+        optimiser.load_state_dict(checkpoint["optimiser"])
+        replay.load_state_dict(checkpoint["replay"])
+        torch.set_rng_state(checkpoint["random_state"])
+    except Exception as error:
+        refuse(f"{path} is damaged or of another version ({type(error).__name__}); no other checkpoint is kept.")
+    return checkpoint["counters"]
+
+
+def save_policy(run_dir, policy, sizes):
+    """The final policy, with what Policy(**sizes) needs to rebuild it: the README shows the six lines that load it."""
+    saved = {"sizes": sizes, "policy": {name: value.cpu() for name, value in policy.state_dict().items()}}
+    write_aside(Path(run_dir) / "model.pt", lambda file: torch.save(saved, file))
+
+
+def read_args(run_dir):
+    """The settings a run was started with."""
+    path = Path(run_dir) / "args.json"
+    try:
+        saved = json.loads(path.read_text())
+        layers = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
+        return Args(**(saved | layers))
+    except FileNotFoundError:
+        refuse(f"{run_dir} holds no run (there is no {path}).")
+    except (ValueError, TypeError) as error:
+        refuse(f"{path} does not read as the settings of a run: {error}.")
+
+
+class Log:
+    """Metrics to progress.csv and TensorBoard, and one line of progress to the terminal."""
+
+    def __init__(self, run_dir, args, counters):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path, self.args = Path(run_dir) / "progress.csv", args
+        if args.resume and self.path.exists():  # drop what was logged after the checkpoint that is being resumed
+            header, *rows = self.path.read_text().splitlines()
+            logged = counters["began"] if counters["returns"] else counters["global_step"]
+            kept = [header, *(row for row in rows if row and int(row.split(",")[0]) <= logged)]
+            write_aside(self.path, lambda file: file.write(("\n".join(kept) + "\n").encode()))
+        if args.track:
+            import wandb
+
+            wandb.init(project="mpo", name=Path(run_dir).name, config=vars(args), sync_tensorboard=True, dir=run_dir)
+        self.writer = SummaryWriter(run_dir, purge_step=counters["global_step"] + 1)
+        self.seconds_before, self.started, self.line_at = counters["seconds"], time.time(), 0.0
+
+    def write(self, counters, metrics):
+        """One row per iteration: the mean return of its episodes, and losses and diagnostics of its last update."""
+        counters["seconds"] = self.seconds_before + time.time() - self.started
+        row = {"global_step": counters["global_step"], "charts/episodic_return": float(np.mean(counters["returns"]))}
+        row |= {"charts/SPS": counters["global_step"] / counters["seconds"], "charts/seconds": counters["seconds"]}
+        row |= {"charts/updates": counters["updates"], "eval/episodic_return": ""} | metrics
+        with open(self.path, "a", newline="") as file:
+            table = csv.DictWriter(file, COLUMNS, restval="")
+            if file.tell() == 0:
+                table.writeheader()
+            table.writerow(row)
+        for name, value in row.items():
+            if value != "" and name != "global_step":
+                self.writer.add_scalar(name, value, counters["global_step"])
+        self.writer.flush()
+
+    def progress(self, counters):
+        """A line that rewrites itself on a terminal, twice a second; elsewhere a plain line, twice a minute."""
+        if time.time() - self.line_at < (0.5 if sys.stdout.isatty() else 30):
+            return
+        self.line_at = time.time()
+        step, total = (
+            counters["global_step"] - int(counters["due"] / self.args.updates_per_step),
+            self.args.total_timesteps,
+        )
+        speed = step / (self.seconds_before + time.time() - self.started)
+        line = f"step {step:,}/{total:,}  return {np.mean(counters['returns']):.1f}"
+        line += f"  {speed:.0f} steps/s  {clock((total - step) / speed)} left"
+        print(f"\r\033[K{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
+
+    def say(self, sentence):
+        print(f"\r\033[K{sentence}" if sys.stdout.isatty() else sentence, flush=True)
+
+
+def clock(seconds):
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks of the user's input, all before training starts. Each answer is one sentence and exit code 2.
+# ---------------------------------------------------------------------------------------------------------------------
+def refuse(sentence, code=2):
+    print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def resolve(args):
+    """Settings in force: those of the run being resumed or evaluated, the paper's with --paper, the user's otherwise."""
+    folder = args.resume or args.evaluate
+    if folder:
+        saved, default = read_args(folder), Args()
+        given = {name: value for name, value in vars(args).items() if value != getattr(default, name)}
+        if "env_id" in given and args.env_id != saved.env_id:
+            refuse(
+                f"{folder} belongs to {saved.env_id}, not to {args.env_id}; leave --env-id out, or name another folder."
+            )
+        may_change = {*(field.name for field in dataclasses.fields(RunControl)), "total_timesteps", "env_id", "paper"}
+        for name, value in given.items():
+            if args.resume and name not in may_change and value != getattr(saved, name):
+                flag = "--" + name.replace("_", "-")
+                refuse(f"{folder} was started with {flag} {getattr(saved, name)}; a resumed run cannot change it.")
+        return dataclasses.replace(saved, **given, run_dir=folder)
+    return dataclasses.replace(args, **PAPER, paper=True) if args.paper else args
+
+
+def validate(args):
+    """Refuse what cannot work, before any work is done."""
+    positive = "total_timesteps epsilon epsilon_mu epsilon_sigma num_samples window initial_std min_std learning_rate"
+    positive += " multiplier_rate batch_size trajectories updates_per_step target_period buffer_size max_grad_norm"
+    at_least_zero = "seed time_limit action_bound learning_starts eval_every checkpoint_every threads"
+    for name in positive.split():
+        if not 0 < getattr(args, name) < math.inf:
+            refuse(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}.")
+    for name in at_least_zero.split():
+        if not 0 <= getattr(args, name) < math.inf:
+            refuse(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(args, name)}.")
+    if args.eval_episodes < 1:
+        refuse(f"--eval-episodes must be 1 or more, not {args.eval_episodes}.")
+    if not 0 <= args.gamma < 1:
+        refuse(f"--gamma must be at least 0 and below 1, not {args.gamma}.")
+    if args.min_std >= args.initial_std:
+        refuse(f"--initial-std must be greater than --min-std, not {args.initial_std} with {args.min_std}.")
+    if args.buffer_size <= args.window:
+        refuse(f"--buffer-size must be greater than --window, not {args.buffer_size} with {args.window}.")
+    for name in ("policy_layers", "critic_layers"):
+        if not getattr(args, name) or min(getattr(args, name)) < 1:
+            refuse(f"--{name.replace('_', '-')} needs one or more positive sizes.")
+    try:
+        torch.zeros(1, device=args.device)
+    except Exception:
+        refuse(f"there is no device {args.device!r} here; --device cpu works everywhere.")
+    validate_env(args)
+    if args.track:
+        try:
+            import wandb  # noqa: F401
+        except ImportError:
+            refuse("--track needs wandb: pip install -c constraints.txt -e '.[track]'.")
+    if args.capture_video:
+        try:
+            import imageio_ffmpeg  # noqa: F401
+        except ImportError:
+            refuse("--capture-video needs imageio and ffmpeg: pip install -c constraints.txt -e '.[video]'.")
+        try:
+            env = make_env(args, render=True)
+            env.reset(seed=0)
+            env.render()
+        except Exception as error:
+            refuse(f"--capture-video cannot render here ({error}); install libegl1, or set MUJOCO_GL to egl or osmesa.")
+
+
+def validate_env(args):
+    """An id that exists, with a vector to observe and bounded continuous actions."""
+    if args.env_id.startswith("dm_control/") or args.env_id not in gym.registry:
+        register_dm_control(args.capture_video)
+    if args.env_id.split(":")[-1] not in gym.registry:
+        close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.4)
+        refuse(f"there is no task {args.env_id!r}" + (f"; did you mean {', '.join(close)}?" if close else "."))
+    try:
+        env = gym.make(args.env_id, disable_env_checker=True)
+    except Exception as error:
+        refuse(f"{args.env_id} cannot be made: {error}")
+    spaces = env.observation_space, env.action_space
+    env.close()
+    if isinstance(spaces[1], gym.spaces.Discrete):
+        refuse(f"{args.env_id} has discrete actions; use mpo_atari.py for it.")
+    if not isinstance(spaces[1], gym.spaces.Box) or len(spaces[1].shape) != 1:
+        refuse(f"{args.env_id} has actions {spaces[1]}; this script needs a vector of continuous ones.")
+    if len(spaces[0].shape or ()) > 1:
+        refuse(
+            f"{args.env_id} observes images {spaces[0].shape}; this script needs a vector (mpo_atari.py reads images)."
+        )
+    if not args.action_bound and max(abs(spaces[1].low).max(), abs(spaces[1].high).max()) > 1e6:
+        refuse(f"{args.env_id} has unbounded actions; give a bound, such as --action-bound 1.")
+
+
+def open_run_dir(args):
+    """The run's folder, made and writable, with args.json in it. A new run never lands on an old one."""
+    name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.run_dir or Path("runs") / name)
+    if not args.resume and (run_dir / "args.json").exists():
+        refuse(f"{run_dir} already holds a run of {read_args(run_dir).env_id}; pass --resume {run_dir} to continue it.")
+    settings = dataclasses.asdict(args) | {"resume": "", "run_dir": str(run_dir)}
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_aside(run_dir / "args.json", lambda file: file.write(json.dumps(settings, indent=2).encode()))
+    except OSError as error:
+        refuse(f"{run_dir} cannot be written ({error.strerror}); choose another folder with --run-dir.")
+    return run_dir
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The training loop: collect L trajectories, K gradient steps, copy the targets; log, evaluate and save on the way.
+# ---------------------------------------------------------------------------------------------------------------------
+class StopRequest:
+    """Ctrl-C and SIGTERM ask for a stop at the next safe moment; asked a second time, they stop at once."""
+
+    def __init__(self):
+        self.asked = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self)
+
+    def __call__(self, number, frame):
+        self.asked = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+def main(args):
+    args = resolve(args)
+    validate(args)
+    torch.manual_seed(args.seed)
+    torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+
+    env, eval_env = make_env(args), make_env(args, render=args.capture_video)
+    state_size, action_size = env.observation_space.shape[0], env.action_space.shape[0]
+    policy_sizes = {"state_size": state_size, "action_size": action_size, "layers": list(args.policy_layers)}
+    policy_sizes |= {"initial_std": args.initial_std, "min_std": args.min_std, "covariance": args.covariance}
+    agent = Agent(state_size, action_size, args).to(device)
+    networks = [*agent.policy.parameters(), *agent.critic.parameters()]
+    multipliers = [agent.log_eta, agent.log_eta_mu, agent.log_eta_sigma]
+    groups = [{"params": networks, "lr": args.learning_rate}, {"params": multipliers, "lr": args.multiplier_rate}]
+    optimiser = torch.optim.Adam(groups, fused=True)
+    replay = Replay(args.buffer_size, state_size, action_size)
+    counters = {"global_step": 0, "episode": 0, "updates": 0, "due": 0.0, "began": 0, "returns": [], "seconds": 0.0}
+
+    if args.evaluate:
+        load_checkpoint(args.evaluate, agent, optimiser, replay)
+        video = Path(args.evaluate) / "evaluation.mp4" if args.capture_video else None
+        returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, device, video)
+        print(
+            f"{args.env_id}: mean return {np.mean(returns):.1f} over {len(returns)} episodes ({np.std(returns):.1f} std)"
+        )
+        return
+
+    run_dir = open_run_dir(args)
+    if args.resume:
+        counters = load_checkpoint(run_dir, agent, optimiser, replay)
+    log = Log(run_dir, args, counters)
+    log.say(f"{args.env_id}: {state_size} observations, {action_size} actions; the run is in {run_dir}")
+    loss_function = torch.compile(compute_losses) if args.compile else compute_losses
+    stop = StopRequest()
+    saved_step = counters["global_step"]
+
+    try:
+        while counters["global_step"] < args.total_timesteps or counters["returns"]:
+            # update the replay with L trajectories from the environment
+            if not counters["returns"]:
+                counters["began"] = counters["global_step"]
+                for _ in range(args.trajectories):
+                    seed = episode_seed(args.seed, 0, counters["episode"])
+                    episode = collect_episode(env, agent.policy, seed, device)
+                    replay.add_episode(**episode)
+                    counters["returns"].append(float(episode["reward"].sum()))
+                    counters["global_step"] += len(episode["reward"]) - 1
+                    counters["episode"] += 1
+                if counters["global_step"] >= args.learning_starts:
+                    counters["due"] += args.updates_per_step * (counters["global_step"] - counters["began"])
+
+            # find a better policy by gradient descent: K steps
+            metrics = {}
+            while counters["due"] >= 1 and not stop.asked:
+                batch = Batch(*(x.to(device) for x in replay.sample(args.batch_size, args.window)))
+                noise = torch.randn(args.batch_size, args.window, args.num_samples, action_size).to(device)
+                metrics, seen = update(agent, optimiser, loss_function, batch, noise, args)
+                counters["due"] -= 1
+                counters["updates"] += 1
+                if counters["updates"] % args.target_period == 0:
+                    agent.copy_targets()
+                if counters["due"] < 1:
+                    metrics |= diagnostics(agent, seen, args)
+                log.progress(counters)
+            if stop.asked:
+                break
+
+            finished = counters["global_step"] >= args.total_timesteps
+            if finished or crossed(args.eval_every, counters):
+                returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, device)
+                metrics["eval/episodic_return"] = float(np.mean(returns))
+                log.say(f"step {counters['global_step']:,}: evaluated at {np.mean(returns):.1f}")
+            log.write(counters, metrics)
+            counters["returns"] = []
+            if finished or crossed(args.checkpoint_every, counters):
+                save_checkpoint(run_dir, agent, optimiser, replay, counters)
+                saved_step = counters["global_step"]
+        if stop.asked:
+            save_checkpoint(run_dir, agent, optimiser, replay, counters)
+            log.say(f"stopped and saved at step {counters['global_step']:,}; to go on: {resume_command(run_dir)}")
+            raise SystemExit(128 + stop.asked)
+        if args.save_model:
+            save_policy(run_dir, agent.policy, policy_sizes)
+        if args.capture_video:
+            evaluate(eval_env, agent.policy, 1, args.seed, device, run_dir / "evaluation.mp4")
+    except (NotFinite, OSError) as error:
+        place = run_dir / "checkpoint.pt"
+        kept = (
+            f"the checkpoint of step {saved_step:,} in {place} is good"
+            if place.exists()
+            else "no checkpoint was saved yet"
+        )
+        refuse(f"{error}; stopped at step {counters['global_step']:,}; {kept}.", code=1)
+    log.say(f"done: {counters['global_step']:,} steps in {clock(counters['seconds'])}; everything is in {run_dir}")
+
+
+def crossed(interval, counters):
+    """Whether this iteration's steps passed a multiple of the interval (never, if that is 0)."""
+    return interval > 0 and counters["global_step"] // interval > counters["began"] // interval
+
+
+def resume_command(run_dir):
+    return f"python {sys.argv[0]} --resume {run_dir}"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(command_line))
