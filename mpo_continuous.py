@@ -33,7 +33,10 @@ import copy
 import csv
 import dataclasses
 import difflib
+import importlib.util
+import itertools
 import json
+import logging
 import math
 import os
 import signal
@@ -52,163 +55,135 @@ from torch import nn
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Arguments. One flat dataclass; its five parts are the groups of --help. `paper:` marks a value that the paper prints.
+# Arguments. Each comment is the flag's line in --help; each class is a group there. "paper:" marks a printed value.
 # ---------------------------------------------------------------------------------------------------------------------
 @dataclass
 class Experiment:
-    env_id: str = "dm_control/walker-walk-v0"
-    """The task: any dm_control/DOMAIN-TASK-v0, or a Gymnasium task with continuous actions."""
-    seed: int = 1
-    """Seed of the networks, the exploration, the replay sampling and of every episode."""
-    total_timesteps: int = 100_000
-    """Environment steps to train for."""
-    paper: bool = False
-    """Use every value the paper prints, where our defaults depart from it (docs/defaults.md shows the comparison)."""
+    env_id: str = "dm_control/walker-walk-v0"  # the task: dm_control/DOMAIN-TASK-v0, or a continuous Gymnasium task
+    seed: int = 1  # seed of networks, exploration, replay sampling and of every episode
+    total_timesteps: int = 100_000  # environment steps to train for
+    paper: bool = False  # use every value the paper prints, where our defaults depart from it (docs/defaults.md)
 
 
 @dataclass
 class Environment:
-    time_limit: int = 0
-    """Cut episodes after this many steps; 0 keeps the task's own limit (1000 where it has none)."""
-    action_bound: float = 0.0
-    """Bound of each action, needed only where the task itself gives none; 0 keeps the task's own bounds."""
+    time_limit: int = 0  # cut episodes after this many steps; 0: the task's own limit (1000 where it has none)
+    action_bound: float = 0.0  # bound of each action, for tasks that give none; 0: the task's own bounds
 
 
 @dataclass
 class Algorithm:
-    gamma: float = 0.99
-    """Discount factor, gamma (paper: 0.99)."""
-    epsilon: float = 0.1
-    """E-step: bound on KL(q || pi_i), epsilon (paper: 0.1)."""
-    epsilon_mu: float = 0.1
-    """M-step: bound on the change of the mean, epsilon_mu (paper: 0.1)."""
-    epsilon_sigma: float = 1e-4
-    """M-step: bound on the change of the covariance, epsilon_Sigma (paper: 1e-4)."""
-    decoupling: Literal["paper", "followup", "joint"] = "paper"
-    """M-step constraints: the paper's split of the KL, the follow-up's, or one joint KL bounded by epsilon_mu."""
-    covariance: Literal["full", "diagonal"] = "full"
-    """Covariance of the Gaussian policy (paper: full)."""
-    num_samples: int = 20
-    """Actions sampled per state to estimate integrals, M."""
-    window: int = 8
-    """Steps in a replayed window, after which Retrace bootstraps, T."""
-    policy_layers: tuple[int, ...] = (100, 100)
-    """Hidden layers of the policy (paper: 100 100; humanoid 200 200)."""
-    critic_layers: tuple[int, ...] = (200, 200)
-    """Hidden layers of the critic (paper: 200 200; humanoid 300 300)."""
-    initial_std: float = 0.5
-    """Standard deviation of the untrained policy, in units of half the action range."""
-    min_std: float = 0.01
-    """Least diagonal entry of the policy's Cholesky factor."""
+    gamma: float = 0.99  # gamma, the discount (paper: 0.99)
+    epsilon: float = 0.1  # epsilon, the E-step's bound on KL(q || pi_i) (paper: 0.1)
+    epsilon_mu: float = 0.1  # epsilon_mu, the M-step's bound on the change of the mean (paper: 0.1)
+    epsilon_sigma: float = 1e-4  # epsilon_Sigma, the M-step's bound on the change of the covariance (paper: 1e-4)
+    decoupling: Literal["paper", "followup", "joint"] = "paper"  # how the M-step's KL is split; joint: <= epsilon_mu
+    covariance: Literal["full", "diagonal"] = "full"  # covariance of the Gaussian policy (paper: full)
+    num_samples: int = 20  # M, the actions sampled per state to estimate integrals
+    window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
+    policy_layers: tuple[int, ...] = (100, 100)  # hidden layers of the policy (paper: 100 100; humanoid 200 200)
+    critic_layers: tuple[int, ...] = (200, 200)  # hidden layers of the critic (paper: 200 200; humanoid 300 300)
+    initial_std: float = 0.5  # standard deviation of the untrained policy; the action range is [-1, 1]
+    min_std: float = 0.01  # least diagonal entry of the Cholesky factor
 
 
 @dataclass
 class Optimisation:
-    learning_rate: float = 5e-4
-    """Adam's rate for policy and critic (paper: 5e-4)."""
-    multiplier_rate: float = 1e-2
-    """Adam's rate for the logarithms of eta, eta_mu and eta_sigma."""
-    batch_size: int = 32
-    """Windows per gradient step, B."""
-    trajectories: int = 1
-    """Episodes collected between two rounds of gradient steps, L."""
-    updates_per_step: float = 1.0
-    """Gradient steps per environment step collected; on 1000-step episodes 1.0 is the paper's K = 1000."""
-    target_period: int = 100
-    """Gradient steps between two copies of theta to theta_i and phi to phi' (paper: each iteration, 1000)."""
-    learning_starts: int = 2000
-    """Environment steps collected before the first gradient step."""
-    buffer_size: int = 1_000_000
-    """Steps kept in the replay."""
-    max_grad_norm: float = 40.0
-    """Largest gradient norm of each network; longer gradients are scaled down to it."""
+    learning_rate: float = 5e-4  # Adam's rate for policy and critic (paper: 5e-4)
+    multiplier_rate: float = 1e-2  # Adam's rate for the logarithms of the multipliers eta
+    batch_size: int = 32  # B, the windows in a gradient step
+    trajectories: int = 1  # L, the episodes collected before each round of gradient steps
+    updates_per_step: float = (
+        1.0  # gradient steps per environment step: K = 1000 for a 1000-step episode, as in the paper
+    )
+    target_period: int = 100  # gradient steps between two copies of the targets (paper: each iteration, that is 1000)
+    learning_starts: int = 2000  # environment steps before the first gradient step
+    buffer_size: int = 1_000_000  # steps kept in the replay
+    max_grad_norm: float = 40.0  # longer gradients, of each network, are scaled down to this norm
 
 
 @dataclass
 class RunControl:
-    run_dir: str = ""
-    """Folder of this run; empty means runs/ENV__mpo_continuous__SEED__TIME."""
-    resume: str = ""
-    """Continue the run in this folder from its last checkpoint, with the run's own settings."""
-    evaluate: str = ""
-    """Train nothing: evaluate the policy saved in this run folder with its mean action."""
-    eval_every: int = 10_000
-    """Environment steps between two evaluations; 0 evaluates at the end only."""
-    eval_episodes: int = 10
-    """Episodes per evaluation."""
-    checkpoint_every: int = 10_000
-    """Environment steps between two checkpoints; 0 saves at the end, on Ctrl-C and on SIGTERM only."""
-    save_model: bool = True
-    """Write the final policy to RUN_DIR/model.pt."""
-    capture_video: bool = False
-    """Record the first episode of the final (or --evaluate) evaluation as an MP4."""
-    track: bool = False
-    """Send the metrics to Weights & Biases too."""
-    threads: int = 0
-    """CPU threads; 0 leaves the choice to PyTorch."""
-    device: str = "cpu"
-    """PyTorch device of the networks, such as cpu or cuda."""
-    compile: bool = False
-    """Compile the gradient step with torch.compile: a minute at the start, then faster."""
-    torch_deterministic: bool = True
-    """Ask PyTorch for deterministic kernels."""
+    run_dir: str = ""  # folder of this run; empty: runs/TASK__SCRIPT__SEED__TIME
+    resume: str = ""  # continue the run in this folder from its last checkpoint, with its own settings
+    evaluate: str = ""  # train nothing; evaluate the policy saved in this run folder
+    eval_every: int = 10_000  # environment steps between two evaluations; 0: only at the end
+    eval_episodes: int = 10  # episodes in an evaluation
+    checkpoint_every: int = 10_000  # environment steps between two checkpoints; 0: only at the end and when stopped
+    save_model: bool = True  # write the final policy to RUN_DIR/model.pt
+    capture_video: bool = False  # film an episode of the final (or --evaluate) policy: RUN_DIR/evaluation.mp4
+    track: bool = False  # send the metrics to Weights & Biases as well
+    threads: int = 0  # CPU threads; 0: PyTorch's choice
+    device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
+    compile: bool = False  # compile the gradient step: a minute at the start, then faster
+    torch_deterministic: bool = True  # ask PyTorch for deterministic kernels
 
 
 @dataclass
 class Args(Experiment, Environment, Algorithm, Optimisation, RunControl):
-    """All settings of a run, flat: args.epsilon, args.seed."""
+    """All settings of a run, flat: args.seed, args.epsilon."""
+
+    @classmethod
+    @tyro.conf.configure(tyro.conf.OmitArgPrefixes)
+    def command_line(cls, experiment: Experiment, environment: Environment, algorithm: Algorithm,
+                     optimisation: Optimisation, run_control: RunControl) -> "Args":  # fmt: skip
+        """Maximum a Posteriori Policy Optimisation for continuous actions."""
+        groups = (experiment, environment, algorithm, optimisation, run_control)
+        return cls(**{name: value for group in groups for name, value in vars(group).items()})
 
 
-@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
-def command_line(
-    experiment: Experiment,
-    environment: Environment,
-    algorithm: Algorithm,
-    optimisation: Optimisation,
-    run_control: RunControl,
-) -> Args:
-    """Maximum a Posteriori Policy Optimisation for continuous actions."""
-    groups = (experiment, environment, algorithm, optimisation, run_control)
-    return Args(**{name: value for group in groups for name, value in vars(group).items()})
-
-
-PAPER = {
-    "target_period": 1000,
-    "updates_per_step": 1.0,
-}  # what --paper restores: printed values that are not our defaults
+PAPER = {"updates_per_step": 1.0, "target_period": 1000}  # what --paper sets: the printed values we depart from
+POSITIVE = "total_timesteps epsilon epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
+POSITIVE += " min_std learning_rate multiplier_rate batch_size trajectories updates_per_step target_period buffer_size"
+POSITIVE += " max_grad_norm eval_episodes"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Environment. Whatever the task's own spaces are, the learner sees a float32 vector and acts in [-1, 1]^A.
+# Environment. Whatever the task's own spaces are, the learner sees a vector and acts in [-1, 1]^A.
 # ---------------------------------------------------------------------------------------------------------------------
 def make_env(args, render=False):
     """The task, observation flattened to [S], action [A] clipped to [-1, 1] and scaled to the task's bounds."""
-    kwargs = {"render_mode": "rgb_array"} if render else {}
-    if args.env_id.startswith("dm_control/"):
-        register_dm_control(render)
-        kwargs["task_kwargs"] = {"random": args.seed}  # the plant of a randomised task is part of the experiment
-    env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
-    endless = env.spec.max_episode_steps is None and getattr(env.unwrapped, "_env", None) is None
-    if args.env_id.startswith("dm_control/"):
-        endless = math.isinf(env.unwrapped._env._step_limit)
-    if args.time_limit or endless:
-        env = gym.wrappers.TimeLimit(env, args.time_limit or 1000)
-    low, high = env.action_space.low, env.action_space.high
+    env = make_task(args, render)
+    actions = env.action_space
+    if isinstance(actions, gym.spaces.Discrete):
+        refuse(f"{args.env_id} has discrete actions; use mpo_atari.py for it.")
+    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
+        refuse(f"{args.env_id} has actions {actions}; this script needs a vector of continuous ones.")
     if args.action_bound:
-        low, high = np.full_like(low, -args.action_bound), np.full_like(high, args.action_bound)
-    centre, scale = (high + low) / 2, (high - low) / 2
-    unit_box = gym.spaces.Box(-1, 1, env.action_space.shape, np.float32)
+        actions = gym.spaces.Box(-args.action_bound, args.action_bound, actions.shape)
+    if max(abs(actions.low).max(), abs(actions.high).max()) > 1e6:
+        refuse(f"{args.env_id} has unbounded actions; give a bound, such as --action-bound 1.")
+    centre, scale = (actions.high + actions.low) / 2, (actions.high - actions.low) / 2
+    unit_box = gym.spaces.Box(-1, 1, actions.shape)
     env = gym.wrappers.TransformAction(env, lambda action: centre + scale * np.clip(action, -1, 1), unit_box)
+    observed = env.observation_space
+    if any(len(part.shape or ()) > 2 for part in getattr(observed, "spaces", {"": observed}).values()):
+        refuse(f"{args.env_id} observes images; this script needs vectors (mpo_atari.py learns from images).")
     return gym.wrappers.FlattenObservation(env)
 
 
-def register_dm_control(render=False):
-    """Make the dm_control/ ids known. MUJOCO_GL is read on import: with no display, egl renders; training needs none."""
-    if sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
-    import shimmy
-
-    gym.register_envs(shimmy)
+def make_task(args, render):
+    """The task as Gymnasium makes it, with a time limit. MUJOCO_GL is read once, on import: egl needs no display."""
+    kwargs = {"render_mode": "rgb_array"} if render else {}
+    if args.env_id not in gym.registry:  # the dm_control/ tasks are registered by this import
+        if sys.platform == "linux":
+            os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        gym.register_envs(importlib.import_module("shimmy"))
+    if args.env_id not in gym.registry:
+        close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.4)
+        refuse(f"there is no task {args.env_id!r}" + (f"; did you mean {', '.join(close)}?" if close else "."))
+    if "domain_name" in getattr(gym.spec(args.env_id).entry_point, "keywords", ()):  # dm_control's suite
+        kwargs["task_kwargs"] = {"random": args.seed}  # where the plant itself is random, as in lqr, it is the seed's
+    try:
+        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
+    except Exception as error:
+        if "OpenGL" in str(error):
+            refuse(f"{args.env_id} observes camera images; this script needs vectors, and so a task without vision.")
+        refuse(f"{args.env_id} cannot be made: {str(error).splitlines()[0]}")
+    suite = getattr(env.unwrapped, "_env", None)  # dm_control keeps its limit to itself
+    endless = env.spec.max_episode_steps is None if suite is None else getattr(suite, "_step_limit", 0) == math.inf
+    return gym.wrappers.TimeLimit(env, args.time_limit or 1000) if args.time_limit or endless else env
 
 
 def episode_seed(seed, *numbers):
@@ -225,7 +200,7 @@ class Policy(nn.Module):
     def __init__(self, state_size, action_size, layers, initial_std=0.5, min_std=0.01, covariance="full"):
         super().__init__()
         sizes = [state_size, *layers]
-        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:]))
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.norm = nn.LayerNorm(layers[0])
         self.mean = nn.Linear(layers[-1], action_size)
         self.factor = nn.Linear(layers[-1], action_size**2)
@@ -254,7 +229,7 @@ class Critic(nn.Module):
     def __init__(self, state_size, action_size, layers):
         super().__init__()
         sizes = [state_size + action_size, *layers]
-        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:]))
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.norm = nn.LayerNorm(layers[0])
         self.value = nn.Linear(layers[-1], 1)
         self.state_size = state_size
@@ -275,19 +250,18 @@ class Critic(nn.Module):
 
 
 class Agent(nn.Module):
-    """Everything that is learned: theta, phi, their targets theta_i, phi', and the logarithms of the multipliers."""
+    """Everything that is learned: theta, phi, their targets theta_i, phi', and log_NAME for each multiplier."""
 
-    def __init__(self, state_size, action_size, args):
+    def __init__(self, policy, critic, **multipliers):
         super().__init__()
-        self.policy = Policy(
-            state_size, action_size, args.policy_layers, args.initial_std, args.min_std, args.covariance
-        )
-        self.critic = Critic(state_size, action_size, args.critic_layers)
-        self.target_policy = copy.deepcopy(self.policy).requires_grad_(False)
-        self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
-        self.log_eta = nn.Parameter(torch.tensor(math.log(1.0)))
-        self.log_eta_mu = nn.Parameter(torch.tensor(math.log(1.0)))
-        self.log_eta_sigma = nn.Parameter(torch.tensor(math.log(100.0)))
+        self.policy, self.critic = policy, critic
+        self.target_policy = copy.deepcopy(policy).requires_grad_(False)
+        self.target_critic = copy.deepcopy(critic).requires_grad_(False)
+        for name, start in multipliers.items():
+            self.register_parameter(f"log_{name}", nn.Parameter(torch.tensor(math.log(start))))
+
+    def multipliers(self):
+        return [parameter for name, parameter in self.named_parameters() if name.startswith("log_")]
 
     def copy_targets(self):
         """theta_i = theta, phi' = phi."""
@@ -320,7 +294,7 @@ def trace_coefficient(log_prob, behaviour_log_prob):
 
 
 def retrace(q, v_next, reward, discount, trace):
-    """Retrace targets. All [B, T]; v_next[t] = E_pi Q'(s_{t+1}, .), trace[t] = c_{t+1}, 0 where a window or episode ends."""
+    """Retrace targets. All [B, T]; v_next[t] is E_pi Q'(s_{t+1}, .); trace[t] is c_{t+1}, 0 at the end of a window."""
     correction = torch.zeros_like(q[:, 0])
     targets = []
     for t in reversed(range(q.shape[1])):
@@ -384,14 +358,14 @@ def kl_covariance(p):
 
 
 def expected_log_prob(d, p, log_det_l, z_bar, s):
-    """E_q log N(a; mu, L L^T) = -1/2 E_q |d + P z|^2 - ln det L - A/2 ln 2 pi, from the moments of z under q. -> [...]."""
+    """E_q log N(a; mu, L L^T) = -1/2 E_q |d + P z|^2 - ln det L - A/2 ln 2 pi, from z's moments under q. -> [...]."""
     pz_bar = (p @ z_bar.unsqueeze(-1)).squeeze(-1)
     square = d.square().sum(-1) + 2 * (d * pz_bar).sum(-1) + ((p @ s) * p).sum((-2, -1))
     return -0.5 * (square + p.shape[-1] * math.log(2 * math.pi)) - log_det_l
 
 
 def m_step_terms(decoupling, mean_i, cholesky_i, mean, cholesky, z_bar, s):
-    """The likelihood to maximise, C_mu and C_Sigma, each [...], in one of the two decouplings (docs/paper-to-code.md)."""
+    """The likelihood to maximise, C_mu and C_Sigma, each [...], in one of two decouplings (docs/paper-to-code.md)."""
     if decoupling == "followup":  # (mu, Sigma_i) fits the mean, (mu_i, Sigma) the covariance, C_mu with Sigma_i
         d, same = whiten(mean_i, cholesky_i, mean, cholesky_i)
         _, p = whiten(mean_i, cholesky_i, mean_i, cholesky)
@@ -410,8 +384,8 @@ def lagrangian(eta, epsilon, kl):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Replay. A ring of rows in the order they were lived. An episode of n steps is n + 1 rows: the last one holds only the
-# final observation, which a time limit bootstraps from. Whole episodes are added, so the newest row is always a last one
-# and a window that starts at any other row meets the end of its episode before it meets the ring's seam.
+# final observation, which a time limit bootstraps from. Whole episodes are added, so the newest row is always a last
+# one, and a window that starts at any other row meets the end of its episode before it meets the ring's seam.
 # ---------------------------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
     """Windows of consecutive steps. Where valid is 0 the episode is over and the entries mean nothing."""
@@ -471,7 +445,7 @@ class Replay:
 # Learner: one gradient step, in the order of the paper's Algorithm 2.
 # ---------------------------------------------------------------------------------------------------------------------
 def compute_losses(agent, batch, noise, args):
-    """The three losses of one gradient step on B windows, and what the diagnostics need. noise [B, T, M, A] ~ N(0, I)."""
+    """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T, M, A] ~ N(0, I)."""
     state, next_state = batch.state[:, :-1], batch.state[:, 1:]
     discount = args.gamma * (1 - batch.terminated)  # a termination bootstraps nothing, a time limit does
     alive = batch.valid * (1 - batch.terminated)  # [B, T], states s_{t+1} from which one can act
@@ -484,9 +458,8 @@ def compute_losses(agent, batch, noise, args):
 
         log_prob = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], batch.action[:, 1:])
         trace = trace_coefficient(log_prob, batch.behaviour_log_prob[:, 1:]) * batch.valid[:, 1:]
-        target = retrace(
-            agent.target_critic(state, batch.action), scores.mean(-1), batch.reward, discount, F.pad(trace, (0, 1))
-        )
+        q_i, v_next, trace = agent.target_critic(state, batch.action), scores.mean(-1), F.pad(trace, (0, 1))
+        target = retrace(q_i, v_next, batch.reward, discount, trace)
 
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
     q = agent.critic(state, batch.action)
@@ -511,10 +484,8 @@ def compute_losses(agent, batch, noise, args):
         multipliers, constraints = of_mu[0] + of_sigma[0], of_mu[1] + of_sigma[1]
     policy_loss = -(likelihood + constraints)
 
-    seen = dict(
-        trace=trace, traced=batch.valid[:, 1:], alive=alive, valid=batch.valid, q=q, target=target, scores=scores
-    )
-    seen |= dict(weights=weights, mean=mean, cholesky=cholesky, c_mu=c_mu, c_sigma=c_sigma)
+    seen = {"trace": trace, "alive": alive, "valid": batch.valid, "q": q, "target": target, "scores": scores}
+    seen |= {"weights": weights, "mean": mean, "cholesky": cholesky, "c_mu": c_mu, "c_sigma": c_sigma}
     return critic_loss, policy_loss, dual_loss + multipliers, {name: x.detach() for name, x in seen.items()}
 
 
@@ -533,7 +504,7 @@ def update(agent, optimiser, loss_function, batch, noise, args):
             raise NotFinite(f"{name} became {value}")
     optimiser.step()
     with torch.no_grad():  # a multiplier that rests at its floor or ceiling can still come back
-        for log_multiplier in (agent.log_eta, agent.log_eta_mu, agent.log_eta_sigma):
+        for log_multiplier in agent.multipliers():
             log_multiplier.clamp_(math.log(1e-6), math.log(1e6))
     return values, seen
 
@@ -550,7 +521,7 @@ def diagnostics(agent, seen, args):
         "kl_q_relative": masked_mean(categorical_kl(weights, -math.log(args.num_samples)), alive) / args.epsilon,
         "kl_mu_relative": seen["c_mu"] / args.epsilon_mu,
         "kl_sigma_relative": seen["c_sigma"] / args.epsilon_sigma,
-        "trace": masked_mean(seen["trace"], seen["traced"]),
+        "trace": masked_mean(seen["trace"][:, :-1], seen["valid"][:, 1:]),
         "effective_samples": masked_mean(1 / weights.square().sum(-1), alive),
         "entropy": masked_mean(log_det(seen["cholesky"]), alive) + 0.5 * std.shape[-1] * math.log(2 * math.pi * math.e),
         "std_mean": masked_mean(std.mean(-1), alive),
@@ -565,22 +536,6 @@ def diagnostics(agent, seen, args):
         "target_max": target[valid].max(),
     }
     return {f"mpo/{name}": float(value) for name, value in metrics.items()}
-
-
-COLUMNS = [
-    "global_step",
-    "charts/episodic_return",
-    "eval/episodic_return",
-    "charts/SPS",
-    "charts/seconds",
-    "charts/updates",
-]
-COLUMNS += [f"losses/{name}" for name in "critic policy multipliers critic_gradient policy_gradient".split()]
-COLUMNS += [
-    f"mpo/{name}" for name in "eta eta_mu eta_sigma kl_q_relative kl_mu_relative kl_sigma_relative trace".split()
-]
-COLUMNS += [f"mpo/{name}" for name in "effective_samples entropy std_mean std_min std_max mean_outside".split()]
-COLUMNS += [f"mpo/{name}" for name in "q_std_over_actions q_mean q_min q_max target_min target_max".split()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -615,6 +570,19 @@ def collect_episode(env, policy, seed, device):
     return {name: np.stack(values) for name, values in rows.items()}
 
 
+def collect_trajectories(env, policy, replay, counters, args):
+    """L episodes into the replay (at the start, as many as learning_starts asks) and the gradient steps they earn."""
+    counters["began"], wanted = counters["global_step"], args.trajectories
+    while len(counters["returns"]) < wanted or counters["global_step"] < args.learning_starts or counters["due"] < 1:
+        episode = collect_episode(env, policy, episode_seed(args.seed, 0, counters["episode"]), args.device)
+        replay.add_episode(**episode)
+        steps = len(episode["reward"]) - 1
+        counters["returns"].append(float(episode["reward"].sum()))
+        counters["episode"] += 1
+        counters["global_step"] += steps
+        counters["due"] += args.updates_per_step * steps
+
+
 @torch.no_grad()
 def evaluate(env, policy, episodes, seed, device, video=None):
     """Returns of some episodes with the mean action, the first of them filmed to the file `video`."""
@@ -646,7 +614,7 @@ def frame_rate(env):
 # The run folder: args.json, progress.csv, TensorBoard events, checkpoint.pt, model.pt.
 # ---------------------------------------------------------------------------------------------------------------------
 def write_aside(path, write):
-    """Write a file whole or not at all: to one side, flushed to the disk, then renamed over the old one."""
+    """Write a file whole or not at all: to one side, down to the disk, then renamed over the old one."""
     aside = Path(f"{path}.tmp")
     try:
         with open(aside, "wb") as file:
@@ -660,31 +628,25 @@ def write_aside(path, write):
 
 
 def save_checkpoint(run_dir, agent, optimiser, replay, counters):
-    checkpoint = {"agent": agent.state_dict(), "optimiser": optimiser.state_dict(), "replay": replay.state_dict()}
+    parts = {"agent": agent, "optimiser": optimiser, "replay": replay}
+    checkpoint = {name: part.state_dict() for name, part in parts.items()}
     checkpoint |= {"counters": counters, "random_state": torch.get_rng_state()}
     write_aside(Path(run_dir) / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
 
 
 def load_checkpoint(run_dir, agent, optimiser, replay):
-    """Restore everything that save_checkpoint saved, and return the counters."""
+    """Restore all that save_checkpoint saved, and return the counters."""
     path = Path(run_dir) / "checkpoint.pt"
     if not path.exists():
-        refuse(f"{run_dir} holds no checkpoint yet; start it anew with --run-dir and another folder.")
+        refuse(f"{run_dir} holds no checkpoint; it was stopped before its first, so start it anew in another folder.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        agent.load_state_dict(checkpoint["agent"])
-        optimiser.load_state_dict(checkpoint["optimiser"])
-        replay.load_state_dict(checkpoint["replay"])
+        for name, part in {"agent": agent, "optimiser": optimiser, "replay": replay}.items():
+            part.load_state_dict(checkpoint[name])
         torch.set_rng_state(checkpoint["random_state"])
+        return checkpoint["counters"]
     except Exception as error:
-        refuse(f"{path} is damaged or of another version ({type(error).__name__}); no other checkpoint is kept.")
-    return checkpoint["counters"]
-
-
-def save_policy(run_dir, policy, sizes):
-    """The final policy, with what Policy(**sizes) needs to rebuild it: the README shows the six lines that load it."""
-    saved = {"sizes": sizes, "policy": {name: value.cpu() for name, value in policy.state_dict().items()}}
-    write_aside(Path(run_dir) / "model.pt", lambda file: torch.save(saved, file))
+        refuse(f"{path} is damaged, or of another version of this script ({type(error).__name__}).")
 
 
 def read_args(run_dir):
@@ -692,73 +654,73 @@ def read_args(run_dir):
     path = Path(run_dir) / "args.json"
     try:
         saved = json.loads(path.read_text())
-        layers = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}
-        return Args(**(saved | layers))
+        return Args(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
     except FileNotFoundError:
-        refuse(f"{run_dir} holds no run (there is no {path}).")
-    except (ValueError, TypeError) as error:
-        refuse(f"{path} does not read as the settings of a run: {error}.")
+        refuse(f"{run_dir} holds no run: there is no {path}.")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        refuse(f"{path} does not read as the settings of a run ({error}).")
 
 
 class Log:
-    """Metrics to progress.csv and TensorBoard, and one line of progress to the terminal."""
+    """Metrics to progress.csv and TensorBoard, a line of progress to the terminal."""
 
     def __init__(self, run_dir, args, counters):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.path, self.args = Path(run_dir) / "progress.csv", args
-        if args.resume and self.path.exists():  # drop what was logged after the checkpoint that is being resumed
-            header, *rows = self.path.read_text().splitlines()
+        self.path, self.args, self.live = Path(run_dir) / "progress.csv", args, sys.stdout.isatty()
+        if self.path.exists():  # drop what was logged after the checkpoint that is being resumed
             logged = counters["began"] if counters["returns"] else counters["global_step"]
-            kept = [header, *(row for row in rows if row and int(row.split(",")[0]) <= logged)]
-            write_aside(self.path, lambda file: file.write(("\n".join(kept) + "\n").encode()))
+            header, *rows = self.path.read_text().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= logged]
+            write_aside(self.path, lambda file: file.write("".join([header, *kept]).encode()))
         if args.track:
             import wandb
 
-            wandb.init(project="mpo", name=Path(run_dir).name, config=vars(args), sync_tensorboard=True, dir=run_dir)
+            wandb.init(project="mpo", name=Path(run_dir).name, config=vars(args), sync_tensorboard=True)
         self.writer = SummaryWriter(run_dir, purge_step=counters["global_step"] + 1)
-        self.seconds_before, self.started, self.line_at = counters["seconds"], time.time(), 0.0
+        self.started, self.shown_at = time.time() - counters["seconds"], 0.0
 
     def write(self, counters, metrics):
-        """One row per iteration: the mean return of its episodes, and losses and diagnostics of its last update."""
-        counters["seconds"] = self.seconds_before + time.time() - self.started
-        row = {"global_step": counters["global_step"], "charts/episodic_return": float(np.mean(counters["returns"]))}
-        row |= {"charts/SPS": counters["global_step"] / counters["seconds"], "charts/seconds": counters["seconds"]}
+        """A row per iteration: the mean return of its episodes, losses and diagnostics of its last update."""
+        step, counters["seconds"] = counters["global_step"], time.time() - self.started
+        row = {"global_step": step, "charts/episodic_return": float(np.mean(counters["returns"]))}
+        row |= {"charts/SPS": step / counters["seconds"], "charts/seconds": counters["seconds"]}
         row |= {"charts/updates": counters["updates"], "eval/episodic_return": ""} | metrics
         with open(self.path, "a", newline="") as file:
-            table = csv.DictWriter(file, COLUMNS, restval="")
+            table = csv.DictWriter(file, row, lineterminator="\n")
             if file.tell() == 0:
                 table.writeheader()
             table.writerow(row)
         for name, value in row.items():
-            if value != "" and name != "global_step":
-                self.writer.add_scalar(name, value, counters["global_step"])
+            if value != "":
+                self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
     def progress(self, counters):
-        """A line that rewrites itself on a terminal, twice a second; elsewhere a plain line, twice a minute."""
-        if time.time() - self.line_at < (0.5 if sys.stdout.isatty() else 30):
+        """A line that rewrites itself twice a second on a terminal; elsewhere a plain line, twice a minute."""
+        if time.time() - self.shown_at < (0.5 if self.live else 30):
             return
-        self.line_at = time.time()
-        step, total = (
-            counters["global_step"] - int(counters["due"] / self.args.updates_per_step),
-            self.args.total_timesteps,
-        )
-        speed = step / (self.seconds_before + time.time() - self.started)
-        line = f"step {step:,}/{total:,}  return {np.mean(counters['returns']):.1f}"
-        line += f"  {speed:.0f} steps/s  {clock((total - step) / speed)} left"
-        print(f"\r\033[K{line}" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
+        self.shown_at, total = time.time(), self.args.total_timesteps
+        done = max(counters["global_step"] - counters["due"] / self.args.updates_per_step, 1)
+        speed = done / (time.time() - self.started)
+        line = f"step {done:,.0f}/{total:,}  return {np.mean(counters['returns']):.1f}  {speed:.0f} steps/s"
+        self.say(f"{line}  {clock((total - done) / speed)} left", end="" if self.live else "\n")
 
-    def say(self, sentence):
-        print(f"\r\033[K{sentence}" if sys.stdout.isatty() else sentence, flush=True)
+    def say(self, sentence, end="\n"):
+        print(f"\r\033[K{sentence}" if self.live else sentence, end=end, flush=True)
 
 
 def clock(seconds):
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+    minutes = int(max(seconds, 0)) // 60
+    return (
+        f"{minutes // 60} h {minutes % 60:02d} min"
+        if minutes >= 60
+        else f"{minutes} min {int(max(seconds, 0)) % 60:02d} s"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checks of the user's input, all before training starts. Each answer is one sentence and exit code 2.
+# The user's input, checked before any work is done. Each answer is one sentence and exit code 2.
 # ---------------------------------------------------------------------------------------------------------------------
 def refuse(sentence, code=2):
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
@@ -766,92 +728,50 @@ def refuse(sentence, code=2):
 
 
 def resolve(args):
-    """Settings in force: those of the run being resumed or evaluated, the paper's with --paper, the user's otherwise."""
+    """The settings in force: the saved run's with --resume or --evaluate, the paper's with --paper, else the user's."""
     folder = args.resume or args.evaluate
-    if folder:
-        saved, default = read_args(folder), Args()
-        given = {name: value for name, value in vars(args).items() if value != getattr(default, name)}
-        if "env_id" in given and args.env_id != saved.env_id:
-            refuse(
-                f"{folder} belongs to {saved.env_id}, not to {args.env_id}; leave --env-id out, or name another folder."
-            )
-        may_change = {*(field.name for field in dataclasses.fields(RunControl)), "total_timesteps", "env_id", "paper"}
-        for name, value in given.items():
-            if args.resume and name not in may_change and value != getattr(saved, name):
-                flag = "--" + name.replace("_", "-")
-                refuse(f"{folder} was started with {flag} {getattr(saved, name)}; a resumed run cannot change it.")
-        return dataclasses.replace(saved, **given, run_dir=folder)
-    return dataclasses.replace(args, **PAPER, paper=True) if args.paper else args
+    if not folder:
+        return dataclasses.replace(args, **PAPER) if args.paper else args
+    saved, default = read_args(folder), Args()
+    given = {name: value for name, value in vars(args).items() if value != getattr(default, name)}
+    if given.get("env_id", saved.env_id) != saved.env_id:
+        refuse(f"{folder} belongs to {saved.env_id}, not to {args.env_id}.")
+    may_change = {"total_timesteps", *(field.name for field in dataclasses.fields(RunControl))}
+    for name, value in given.items():
+        if name not in may_change and value != getattr(saved, name):
+            flag, used = name.replace("_", "-"), getattr(saved, name)
+            refuse(f"{folder} was started with --{flag} {used}, which cannot change to {value} now.")
+    kept = {name: getattr(saved, name) for name in vars(saved) if name not in given or name not in may_change}
+    return dataclasses.replace(args, **(kept | {"run_dir": folder, "resume": args.resume, "evaluate": args.evaluate}))
 
 
 def validate(args):
-    """Refuse what cannot work, before any work is done."""
-    positive = "total_timesteps epsilon epsilon_mu epsilon_sigma num_samples window initial_std min_std learning_rate"
-    positive += " multiplier_rate batch_size trajectories updates_per_step target_period buffer_size max_grad_norm"
-    at_least_zero = "seed time_limit action_bound learning_starts eval_every checkpoint_every threads"
-    for name in positive.split():
-        if not 0 < getattr(args, name) < math.inf:
-            refuse(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}.")
-    for name in at_least_zero.split():
-        if not 0 <= getattr(args, name) < math.inf:
-            refuse(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(args, name)}.")
-    if args.eval_episodes < 1:
-        refuse(f"--eval-episodes must be 1 or more, not {args.eval_episodes}.")
-    if not 0 <= args.gamma < 1:
-        refuse(f"--gamma must be at least 0 and below 1, not {args.gamma}.")
-    if args.min_std >= args.initial_std:
-        refuse(f"--initial-std must be greater than --min-std, not {args.initial_std} with {args.min_std}.")
+    """Refuse what cannot work: a value out of its range, a device, package or renderer that is not there."""
+    for field in dataclasses.fields(args):
+        name, value = field.name.replace("_", "-"), getattr(args, field.name)
+        numbers = [x for x in (value if isinstance(value, tuple) else [value]) if type(x) in (int, float)]
+        if field.name in POSITIVE.split() and not (numbers and all(0 < x < math.inf for x in numbers)):
+            refuse(f"--{name} must be positive, not {value}.")
+        if not all(0 <= x < math.inf for x in numbers):
+            refuse(f"--{name} must be 0 or more, not {value}.")
+    if args.gamma >= 1:
+        refuse(f"--gamma must be below 1, not {args.gamma}.")
     if args.buffer_size <= args.window:
         refuse(f"--buffer-size must be greater than --window, not {args.buffer_size} with {args.window}.")
-    for name in ("policy_layers", "critic_layers"):
-        if not getattr(args, name) or min(getattr(args, name)) < 1:
-            refuse(f"--{name.replace('_', '-')} needs one or more positive sizes.")
     try:
         torch.zeros(1, device=args.device)
     except Exception:
         refuse(f"there is no device {args.device!r} here; --device cpu works everywhere.")
-    validate_env(args)
-    if args.track:
-        try:
-            import wandb  # noqa: F401
-        except ImportError:
-            refuse("--track needs wandb: pip install -c constraints.txt -e '.[track]'.")
+    for wanted, package, extra in ((args.track, "wandb", "track"), (args.capture_video, "imageio_ffmpeg", "video")):
+        if wanted and importlib.util.find_spec(package) is None:
+            refuse(f"this needs {package}: pip install -c constraints.txt -e '.[{extra}]'.")
     if args.capture_video:
+        env = make_env(args, render=True)
         try:
-            import imageio_ffmpeg  # noqa: F401
-        except ImportError:
-            refuse("--capture-video needs imageio and ffmpeg: pip install -c constraints.txt -e '.[video]'.")
-        try:
-            env = make_env(args, render=True)
             env.reset(seed=0)
             env.render()
         except Exception as error:
-            refuse(f"--capture-video cannot render here ({error}); install libegl1, or set MUJOCO_GL to egl or osmesa.")
-
-
-def validate_env(args):
-    """An id that exists, with a vector to observe and bounded continuous actions."""
-    if args.env_id.startswith("dm_control/") or args.env_id not in gym.registry:
-        register_dm_control(args.capture_video)
-    if args.env_id.split(":")[-1] not in gym.registry:
-        close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.4)
-        refuse(f"there is no task {args.env_id!r}" + (f"; did you mean {', '.join(close)}?" if close else "."))
-    try:
-        env = gym.make(args.env_id, disable_env_checker=True)
-    except Exception as error:
-        refuse(f"{args.env_id} cannot be made: {error}")
-    spaces = env.observation_space, env.action_space
-    env.close()
-    if isinstance(spaces[1], gym.spaces.Discrete):
-        refuse(f"{args.env_id} has discrete actions; use mpo_atari.py for it.")
-    if not isinstance(spaces[1], gym.spaces.Box) or len(spaces[1].shape) != 1:
-        refuse(f"{args.env_id} has actions {spaces[1]}; this script needs a vector of continuous ones.")
-    if len(spaces[0].shape or ()) > 1:
-        refuse(
-            f"{args.env_id} observes images {spaces[0].shape}; this script needs a vector (mpo_atari.py reads images)."
-        )
-    if not args.action_bound and max(abs(spaces[1].low).max(), abs(spaces[1].high).max()) > 1e6:
-        refuse(f"{args.env_id} has unbounded actions; give a bound, such as --action-bound 1.")
+            refuse(f"--capture-video cannot render here ({error}); try MUJOCO_GL=egl or MUJOCO_GL=osmesa.")
 
 
 def open_run_dir(args):
@@ -859,11 +779,11 @@ def open_run_dir(args):
     name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     run_dir = Path(args.run_dir or Path("runs") / name)
     if not args.resume and (run_dir / "args.json").exists():
-        refuse(f"{run_dir} already holds a run of {read_args(run_dir).env_id}; pass --resume {run_dir} to continue it.")
-    settings = dataclasses.asdict(args) | {"resume": "", "run_dir": str(run_dir)}
+        refuse(f"{run_dir} already holds a run of {read_args(run_dir).env_id}; --resume {run_dir} continues it.")
+    settings = json.dumps(dataclasses.asdict(args) | {"run_dir": str(run_dir), "resume": ""}, indent=2)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_aside(run_dir / "args.json", lambda file: file.write(json.dumps(settings, indent=2).encode()))
+        write_aside(run_dir / "args.json", lambda file: file.write(settings.encode()))
     except OSError as error:
         refuse(f"{run_dir} cannot be written ({error.strerror}); choose another folder with --run-dir.")
     return run_dir
@@ -885,113 +805,94 @@ class StopRequest:
         signal.signal(number, signal.SIG_DFL)
 
 
-def main(args):
-    args = resolve(args)
-    validate(args)
-    torch.manual_seed(args.seed)
-    torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-
-    env, eval_env = make_env(args), make_env(args, render=args.capture_video)
-    state_size, action_size = env.observation_space.shape[0], env.action_space.shape[0]
-    policy_sizes = {"state_size": state_size, "action_size": action_size, "layers": list(args.policy_layers)}
-    policy_sizes |= {"initial_std": args.initial_std, "min_std": args.min_std, "covariance": args.covariance}
-    agent = Agent(state_size, action_size, args).to(device)
-    networks = [*agent.policy.parameters(), *agent.critic.parameters()]
-    multipliers = [agent.log_eta, agent.log_eta_mu, agent.log_eta_sigma]
-    groups = [{"params": networks, "lr": args.learning_rate}, {"params": multipliers, "lr": args.multiplier_rate}]
-    optimiser = torch.optim.Adam(groups, fused=True)
-    replay = Replay(args.buffer_size, state_size, action_size)
-    counters = {"global_step": 0, "episode": 0, "updates": 0, "due": 0.0, "began": 0, "returns": [], "seconds": 0.0}
-
-    if args.evaluate:
-        load_checkpoint(args.evaluate, agent, optimiser, replay)
-        video = Path(args.evaluate) / "evaluation.mp4" if args.capture_video else None
-        returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, device, video)
-        print(
-            f"{args.env_id}: mean return {np.mean(returns):.1f} over {len(returns)} episodes ({np.std(returns):.1f} std)"
-        )
-        return
-
-    run_dir = open_run_dir(args)
-    if args.resume:
-        counters = load_checkpoint(run_dir, agent, optimiser, replay)
-    log = Log(run_dir, args, counters)
-    log.say(f"{args.env_id}: {state_size} observations, {action_size} actions; the run is in {run_dir}")
-    loss_function = torch.compile(compute_losses) if args.compile else compute_losses
-    stop = StopRequest()
-    saved_step = counters["global_step"]
-
-    try:
-        while counters["global_step"] < args.total_timesteps or counters["returns"]:
-            # update the replay with L trajectories from the environment
-            if not counters["returns"]:
-                counters["began"] = counters["global_step"]
-                for _ in range(args.trajectories):
-                    seed = episode_seed(args.seed, 0, counters["episode"])
-                    episode = collect_episode(env, agent.policy, seed, device)
-                    replay.add_episode(**episode)
-                    counters["returns"].append(float(episode["reward"].sum()))
-                    counters["global_step"] += len(episode["reward"]) - 1
-                    counters["episode"] += 1
-                if counters["global_step"] >= args.learning_starts:
-                    counters["due"] += args.updates_per_step * (counters["global_step"] - counters["began"])
-
-            # find a better policy by gradient descent: K steps
-            metrics = {}
-            while counters["due"] >= 1 and not stop.asked:
-                batch = Batch(*(x.to(device) for x in replay.sample(args.batch_size, args.window)))
-                noise = torch.randn(args.batch_size, args.window, args.num_samples, action_size).to(device)
-                metrics, seen = update(agent, optimiser, loss_function, batch, noise, args)
-                counters["due"] -= 1
-                counters["updates"] += 1
-                if counters["updates"] % args.target_period == 0:
-                    agent.copy_targets()
-                if counters["due"] < 1:
-                    metrics |= diagnostics(agent, seen, args)
-                log.progress(counters)
-            if stop.asked:
-                break
-
-            finished = counters["global_step"] >= args.total_timesteps
-            if finished or crossed(args.eval_every, counters):
-                returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, device)
-                metrics["eval/episodic_return"] = float(np.mean(returns))
-                log.say(f"step {counters['global_step']:,}: evaluated at {np.mean(returns):.1f}")
-            log.write(counters, metrics)
-            counters["returns"] = []
-            if finished or crossed(args.checkpoint_every, counters):
-                save_checkpoint(run_dir, agent, optimiser, replay, counters)
-                saved_step = counters["global_step"]
-        if stop.asked:
-            save_checkpoint(run_dir, agent, optimiser, replay, counters)
-            log.say(f"stopped and saved at step {counters['global_step']:,}; to go on: {resume_command(run_dir)}")
-            raise SystemExit(128 + stop.asked)
-        if args.save_model:
-            save_policy(run_dir, agent.policy, policy_sizes)
-        if args.capture_video:
-            evaluate(eval_env, agent.policy, 1, args.seed, device, run_dir / "evaluation.mp4")
-    except (NotFinite, OSError) as error:
-        place = run_dir / "checkpoint.pt"
-        kept = (
-            f"the checkpoint of step {saved_step:,} in {place} is good"
-            if place.exists()
-            else "no checkpoint was saved yet"
-        )
-        refuse(f"{error}; stopped at step {counters['global_step']:,}; {kept}.", code=1)
-    log.say(f"done: {counters['global_step']:,} steps in {clock(counters['seconds'])}; everything is in {run_dir}")
-
-
 def crossed(interval, counters):
     """Whether this iteration's steps passed a multiple of the interval (never, if that is 0)."""
     return interval > 0 and counters["global_step"] // interval > counters["began"] // interval
 
 
-def resume_command(run_dir):
-    return f"python {sys.argv[0]} --resume {run_dir}"
+def main(args):
+    args = resolve(args)
+    validate(args)
+    torch.manual_seed(args.seed)
+    torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+
+    env, eval_env = make_env(args), make_env(args, render=args.capture_video)
+    sizes = {"state_size": env.observation_space.shape[0], "action_size": env.action_space.shape[0]}
+    policy_options = {"layers": args.policy_layers, "initial_std": args.initial_std, "min_std": args.min_std}
+    policy_options |= sizes | {"covariance": args.covariance}
+    critic = Critic(**sizes, layers=args.critic_layers)
+    agent = Agent(Policy(**policy_options), critic, eta=1.0, eta_mu=1.0, eta_sigma=100.0).to(args.device)
+    networks = {"params": [*agent.policy.parameters(), *agent.critic.parameters()], "lr": args.learning_rate}
+    multipliers = {"params": agent.multipliers(), "lr": args.multiplier_rate}
+    optimiser = torch.optim.Adam([networks, multipliers], fused=True)
+    replay = Replay(args.buffer_size, **sizes)
+    # "due" gradient steps are left of this iteration, which "began" at that step; "returns" are those of its episodes
+    counters = {"global_step": 0, "episode": 0, "updates": 0, "due": 0.0, "began": 0, "returns": [], "seconds": 0.0}
+
+    if args.evaluate:
+        load_checkpoint(args.evaluate, agent, optimiser, replay)
+        video = Path(args.evaluate) / "evaluation.mp4" if args.capture_video else None
+        returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, args.device, video)
+        spread = f"from {min(returns):.1f} to {max(returns):.1f}"
+        return print(f"{args.env_id}: mean return {np.mean(returns):.1f} over {len(returns)} episodes, {spread}")
+
+    run_dir = open_run_dir(args)
+    if args.resume:
+        counters = load_checkpoint(run_dir, agent, optimiser, replay)
+    log = Log(run_dir, args, counters)
+    log.say(f"{args.env_id}, {sizes['state_size']} observations, {sizes['action_size']} actions; writing to {run_dir}")
+    loss_function = torch.compile(compute_losses) if args.compile else compute_losses
+    stop, saved_at = StopRequest(), counters["global_step"] if args.resume else None
+
+    try:
+        while counters["global_step"] < args.total_timesteps or counters["returns"]:
+            # update the replay with L trajectories from the environment
+            if not counters["returns"]:
+                collect_trajectories(env, agent.policy, replay, counters, args)
+
+            # find a better policy by gradient descent: K steps
+            while counters["due"] >= 1 and not stop.asked:
+                batch = Batch(*(x.to(args.device) for x in replay.sample(args.batch_size, args.window)))
+                noise = torch.randn(args.batch_size, args.window, args.num_samples, sizes["action_size"]).to(
+                    args.device
+                )
+                metrics, seen = update(agent, optimiser, loss_function, batch, noise, args)
+                counters["due"] -= 1
+                counters["updates"] += 1
+                if counters["updates"] % args.target_period == 0:
+                    agent.copy_targets()
+                log.progress(counters)
+            if stop.asked:
+                break
+
+            finished = counters["global_step"] >= args.total_timesteps
+            metrics |= diagnostics(agent, seen, args)
+            if finished or crossed(args.eval_every, counters):
+                returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, args.device)
+                metrics["eval/episodic_return"] = float(np.mean(returns))
+                log.say(f"step {counters['global_step']:,}: the mean action returns {np.mean(returns):.1f}")
+            log.write(counters, metrics)
+            counters["returns"] = []
+            if finished or crossed(args.checkpoint_every, counters):
+                save_checkpoint(run_dir, agent, optimiser, replay, counters)
+                saved_at = counters["global_step"]
+        if stop.asked:
+            save_checkpoint(run_dir, agent, optimiser, replay, counters)
+            log.say(f"stopped and saved; to go on: python {sys.argv[0]} --resume {run_dir}")
+            raise SystemExit(128 + stop.asked)
+        if args.save_model:
+            model = {"options": policy_options, "policy": agent.policy.cpu().state_dict()}
+            write_aside(run_dir / "model.pt", lambda file: torch.save(model, file))
+        if args.capture_video:
+            evaluate(eval_env, agent.policy.to(args.device), 1, args.seed, args.device, run_dir / "evaluation.mp4")
+    except (NotFinite, OSError) as error:
+        kept = (
+            f"the last good checkpoint is that of step {saved_at:,}" if saved_at is not None else "none was saved yet"
+        )
+        refuse(f"{error}; stopped at step {counters['global_step']:,}, and {kept} in {run_dir}.", code=1)
+    log.say(f"done: {counters['global_step']:,} steps in {clock(counters['seconds'])}; everything is in {run_dir}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(command_line))
+    main(tyro.cli(Args.command_line))
