@@ -445,7 +445,7 @@ class Replay:
 # Learner: one gradient step, in the order of the paper's Algorithm 2.
 # ---------------------------------------------------------------------------------------------------------------------
 def compute_losses(agent, batch, noise, args):
-    """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T, M, A] ~ N(0, I)."""
+    """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T, M, A]."""
     state, next_state = batch.state[:, :-1], batch.state[:, 1:]
     discount = args.gamma * (1 - batch.terminated)  # a termination bootstraps nothing, a time limit does
     alive = batch.valid * (1 - batch.terminated)  # [B, T], states s_{t+1} from which one can act
@@ -711,12 +711,8 @@ class Log:
 
 
 def clock(seconds):
-    minutes = int(max(seconds, 0)) // 60
-    return (
-        f"{minutes // 60} h {minutes % 60:02d} min"
-        if minutes >= 60
-        else f"{minutes} min {int(max(seconds, 0)) % 60:02d} s"
-    )
+    minutes, seconds = divmod(max(int(seconds), 0), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {seconds:02d} s"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -846,7 +842,7 @@ def main(args):
     stop, saved_at = StopRequest(), counters["global_step"] if args.resume else None
 
     try:
-        while counters["global_step"] < args.total_timesteps or counters["returns"]:
+        while not stop.asked and (counters["global_step"] < args.total_timesteps or counters["returns"]):
             # update the replay with L trajectories from the environment
             if not counters["returns"]:
                 collect_trajectories(env, agent.policy, replay, counters, args)
@@ -854,17 +850,15 @@ def main(args):
             # find a better policy by gradient descent: K steps
             while counters["due"] >= 1 and not stop.asked:
                 batch = Batch(*(x.to(args.device) for x in replay.sample(args.batch_size, args.window)))
-                noise = torch.randn(args.batch_size, args.window, args.num_samples, sizes["action_size"]).to(
-                    args.device
-                )
+                noise = torch.randn(*batch.reward.shape, args.num_samples, sizes["action_size"]).to(args.device)
                 metrics, seen = update(agent, optimiser, loss_function, batch, noise, args)
                 counters["due"] -= 1
                 counters["updates"] += 1
                 if counters["updates"] % args.target_period == 0:
                     agent.copy_targets()
                 log.progress(counters)
-            if stop.asked:
-                break
+            if counters["due"] >= 1:
+                break  # asked to stop between two updates
 
             finished = counters["global_step"] >= args.total_timesteps
             metrics |= diagnostics(agent, seen, args)
@@ -888,7 +882,7 @@ def main(args):
             evaluate(eval_env, agent.policy.to(args.device), 1, args.seed, args.device, run_dir / "evaluation.mp4")
     except (NotFinite, OSError) as error:
         kept = (
-            f"the last good checkpoint is that of step {saved_at:,}" if saved_at is not None else "none was saved yet"
+            "no checkpoint was saved yet" if saved_at is None else f"the last good checkpoint is of step {saved_at:,}"
         )
         refuse(f"{error}; stopped at step {counters['global_step']:,}, and {kept} in {run_dir}.", code=1)
     log.say(f"done: {counters['global_step']:,} steps in {clock(counters['seconds'])}; everything is in {run_dir}")
