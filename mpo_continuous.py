@@ -83,6 +83,7 @@ class Algorithm:
     window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers of the policy (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers of the critic (paper: 200 200; humanoid 300 300)
+    bound_mean: bool = True  # keep the policy's mean inside the action range with a tanh
     initial_std: float = 0.5  # standard deviation of the untrained policy; the action range is [-1, 1]
     min_std: float = 0.01  # least diagonal entry of the Cholesky factor
 
@@ -197,14 +198,15 @@ def episode_seed(seed, *numbers):
 class Policy(nn.Module):
     """pi(a|s, theta) = N(mu(s), L(s) L(s)^T) with L lower triangular and positive on the diagonal."""
 
-    def __init__(self, state_size, action_size, layers, initial_std=0.5, min_std=0.01, covariance="full"):
+    def __init__(self, state_size, action_size, layers, initial_std, min_std, covariance, bound_mean):
         super().__init__()
         sizes = [state_size, *layers]
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.norm = nn.LayerNorm(layers[0])
         self.mean = nn.Linear(layers[-1], action_size)
         self.factor = nn.Linear(layers[-1], action_size**2)
-        self.action_size, self.min_std, self.covariance = action_size, min_std, covariance
+        self.action_size, self.min_std = action_size, min_std
+        self.covariance, self.bound_mean = covariance, bound_mean
         self.std_offset = math.log(math.expm1(initial_std - min_std))  # softplus(offset) + min_std = initial_std
         with torch.no_grad():  # start at N(0, initial_std^2 I), nearly
             for head in (self.mean, self.factor):
@@ -220,7 +222,8 @@ class Policy(nn.Module):
         cholesky = torch.diag_embed(std)  # A_ii <- log(1 + exp(A_ii))
         if self.covariance == "full":
             cholesky = cholesky + raw.tril(-1)
-        return self.mean(h), cholesky
+        mean = self.mean(h)
+        return torch.tanh(mean) if self.bound_mean else mean, cholesky
 
 
 class Critic(nn.Module):
@@ -505,7 +508,7 @@ def update(agent, optimiser, loss_function, batch, noise, args):
     optimiser.step()
     with torch.no_grad():  # a multiplier that rests at its floor or ceiling can still come back
         for log_multiplier in agent.multipliers():
-            log_multiplier.clamp_(math.log(1e-6), math.log(1e6))
+            log_multiplier.clamp_(math.log(1e-6), math.log(1e3))
     return values, seen
 
 
@@ -816,7 +819,7 @@ def main(args):
     env, eval_env = make_env(args), make_env(args, render=args.capture_video)
     sizes = {"state_size": env.observation_space.shape[0], "action_size": env.action_space.shape[0]}
     policy_options = {"layers": args.policy_layers, "initial_std": args.initial_std, "min_std": args.min_std}
-    policy_options |= sizes | {"covariance": args.covariance}
+    policy_options |= sizes | {"covariance": args.covariance, "bound_mean": args.bound_mean}
     critic = Critic(**sizes, layers=args.critic_layers)
     agent = Agent(Policy(**policy_options), critic, eta=1.0, eta_mu=1.0, eta_sigma=100.0).to(args.device)
     networks = {"params": [*agent.policy.parameters(), *agent.critic.parameters()], "lr": args.learning_rate}
