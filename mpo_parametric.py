@@ -1,0 +1,910 @@
+"""Maximum a Posteriori Policy Optimisation with a parametric q(a|s) (Abdolmaleki et al., ICLR 2018), Algorithm 3.
+
+Try:
+    python mpo_parametric.py --env-id dm_control/walker-walk-v0         learn to walk
+    python mpo_parametric.py --resume RUN_DIR                           continue a run that was stopped
+    python mpo_parametric.py --evaluate RUN_DIR --capture-video         watch what it learned
+
+The ablations of the paper, by its names (docs/parametric.md):
+    python mpo_parametric.py --constraint entropy                       EPG + Retrace
+    python mpo_parametric.py --constraint entropy --policy-samples 1    actor-critic + Retrace
+    python mpo_parametric.py --num-samples M                            the constraint on, M = 1, 5, 20, 100
+
+Symbols, as in the paper:
+    theta, theta_i      the policy q(a|s) being improved, and the target policy pi_i it started this iteration from
+    phi, phi'           the critic Q, and its target Q'
+    A(s,a)              the advantage Q'(s,a) - V(s), V(s) = E_q Q'(s,.)
+    eta_mu, eta_sigma   multipliers of the E-step's bounds on the change of mean and covariance
+    b(a|s)              the policy that acted when the data was collected
+
+Axis letters in shape comments: B windows, T steps in a window, M sampled actions, N of them in the policy's gradient,
+S observation size, A action size.
+"""
+# /// script
+# requires-python = ">=3.10,<3.13"
+# dependencies = [
+#     "torch>=2.4,<3",
+#     "numpy>=1.26,<3",
+#     "gymnasium>=1.0,<2",
+#     "shimmy>=2.0,<3",
+#     "dm_control>=1.0.20,<2",
+#     "mujoco>=3.1.6,<4",
+#     "tyro>=0.9,<2",
+#     "tensorboard>=2.16,<3",
+# ]
+# ///
+
+import copy
+import csv
+import dataclasses
+import difflib
+import importlib.util
+import itertools
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import nn
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments. Each comment is the flag's line in --help; each class is a group there. "paper:" marks a printed value.
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass
+class Experiment:
+    env_id: str = "dm_control/walker-walk-v0"  # the task: dm_control/DOMAIN-TASK-v0, or a continuous Gymnasium task
+    seed: int = 1  # seed of networks, exploration, replay sampling and of every episode
+    total_timesteps: int = 100_000  # environment steps to train for
+    paper: bool = False  # use every value the paper prints, where our defaults depart from it (docs/defaults.md)
+
+
+@dataclass
+class Environment:
+    time_limit: int = 0  # cut episodes after this many steps; 0: the task's own limit (1000 where it has none)
+    action_bound: float = 0.0  # bound of each action, for tasks that give none; 0: the task's own bounds
+
+
+@dataclass
+class ParametricAlgorithm:
+    gamma: float = 0.99  # gamma, the discount (paper: 0.99)
+    epsilon_mu: float = 0.1  # epsilon_mu, the E-step's bound on the change of the mean (paper: 0.1)
+    epsilon_sigma: float = 1e-4  # epsilon_Sigma, the E-step's bound on the change of the covariance (paper: 1e-4)
+    constraint: Literal["kl", "entropy"] = "kl"  # entropy: no bounds, a bonus on entropy instead (paper: EPG + Retrace)
+    entropy_scale: float = 0.01  # weight of that bonus, in units of the reward
+    gradient: Literal["likelihood-ratio", "reparameterised"] = "likelihood-ratio"  # of E_q[A] (paper: likelihood ratio)
+    normalise_advantage: bool = True  # with the bounds: divide A by its standard deviation (paper: False)
+    covariance: Literal["full", "diagonal"] = "full"  # covariance of the Gaussian policy (paper: full)
+    num_samples: int = 20  # M, the actions sampled per state to estimate integrals
+    policy_samples: int = 0  # N, the first of them that enter the policy's gradient; 0: all M
+    window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
+    policy_layers: tuple[int, ...] = (100, 100)  # hidden layers of the policy (paper: 100 100; humanoid 200 200)
+    critic_layers: tuple[int, ...] = (200, 200)  # hidden layers of the critic (paper: 200 200; humanoid 300 300)
+    bound_mean: bool = True  # keep the policy's mean inside the action range with a tanh
+    initial_std: float = 0.5  # standard deviation of the untrained policy; the action range is [-1, 1]
+    min_std: float = 0.01  # least diagonal entry of the Cholesky factor
+
+
+@dataclass
+class Optimisation:
+    learning_rate: float = 5e-4  # Adam's rate for policy and critic (paper: 5e-4)
+    multiplier_rate: float = 1e-2  # Adam's rate for the logarithms of the multipliers eta
+    batch_size: int = 32  # B, the windows in a gradient step
+    trajectories: int = 1  # L, the episodes collected before each round of gradient steps
+    updates_per_step: float = (
+        1.0  # gradient steps per environment step: K = 1000 for a 1000-step episode, as in the paper
+    )
+    target_period: int = 100  # gradient steps between two copies of the targets (paper: each iteration, that is 1000)
+    learning_starts: int = 2000  # environment steps before the first gradient step
+    buffer_size: int = 1_000_000  # steps kept in the replay
+    max_grad_norm: float = 40.0  # longer gradients, of each network, are scaled down to this norm
+
+
+@dataclass
+class RunControl:
+    run_dir: str = ""  # folder of this run; empty: runs/TASK__SCRIPT__SEED__TIME
+    resume: str = ""  # continue the run in this folder from its last checkpoint, with its own settings
+    evaluate: str = ""  # train nothing; evaluate the policy saved in this run folder
+    eval_every: int = 10_000  # environment steps between two evaluations; 0: only at the end
+    eval_episodes: int = 10  # episodes in an evaluation
+    checkpoint_every: int = 10_000  # environment steps between two checkpoints; 0: only at the end and when stopped
+    save_model: bool = True  # write the final policy to RUN_DIR/model.pt
+    capture_video: bool = False  # film an episode of the final (or --evaluate) policy: RUN_DIR/evaluation.mp4
+    track: bool = False  # send the metrics to Weights & Biases as well
+    threads: int = 0  # CPU threads; 0: PyTorch's choice
+    device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
+    compile: bool = False  # compile the gradient step: a minute at the start, then faster
+    torch_deterministic: bool = True  # ask PyTorch for deterministic kernels
+
+
+@dataclass
+class Args(Experiment, Environment, ParametricAlgorithm, Optimisation, RunControl):
+    """All settings of a run, flat: args.seed, args.epsilon_mu."""
+
+    @classmethod
+    @tyro.conf.configure(tyro.conf.OmitArgPrefixes)
+    def command_line(cls, experiment: Experiment, environment: Environment, algorithm: ParametricAlgorithm,
+                     optimisation: Optimisation, run_control: RunControl) -> "Args":  # fmt: skip
+        """Maximum a Posteriori Policy Optimisation with a parametric q(a|s)."""
+        groups = (experiment, environment, algorithm, optimisation, run_control)
+        return cls(**{name: value for group in groups for name, value in vars(group).items()})
+
+
+PAPER = {"updates_per_step": 1.0, "target_period": 1000, "normalise_advantage": False}  # what --paper sets
+POSITIVE = "total_timesteps epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
+POSITIVE += " min_std learning_rate multiplier_rate batch_size trajectories updates_per_step target_period buffer_size"
+POSITIVE += " max_grad_norm eval_episodes"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Environment. Whatever the task's own spaces are, the learner sees a vector and acts in [-1, 1]^A.
+# ---------------------------------------------------------------------------------------------------------------------
+def make_env(args, render=False):
+    """The task, observation flattened to [S], action [A] clipped to [-1, 1] and scaled to the task's bounds."""
+    env = make_task(args, render)
+    actions = env.action_space
+    if isinstance(actions, gym.spaces.Discrete):
+        refuse(f"{args.env_id} has discrete actions; use mpo_atari.py for it.")
+    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
+        refuse(f"{args.env_id} has actions {actions}; this script needs a vector of continuous ones.")
+    if args.action_bound:
+        actions = gym.spaces.Box(-args.action_bound, args.action_bound, actions.shape)
+    if max(abs(actions.low).max(), abs(actions.high).max()) > 1e6:
+        refuse(f"{args.env_id} has unbounded actions; give a bound, such as --action-bound 1.")
+    centre, scale = (actions.high + actions.low) / 2, (actions.high - actions.low) / 2
+    unit_box = gym.spaces.Box(-1, 1, actions.shape)
+    env = gym.wrappers.TransformAction(env, lambda action: centre + scale * np.clip(action, -1, 1), unit_box)
+    observed = env.observation_space
+    if any(len(part.shape or ()) > 2 for part in getattr(observed, "spaces", {"": observed}).values()):
+        refuse(f"{args.env_id} observes images; this script needs vectors (mpo_atari.py learns from images).")
+    return gym.wrappers.FlattenObservation(env)
+
+
+def make_task(args, render):
+    """The task as Gymnasium makes it, with a time limit. MUJOCO_GL is read once, on import: egl needs no display."""
+    kwargs = {"render_mode": "rgb_array"} if render else {}
+    if args.env_id not in gym.registry:  # the dm_control/ tasks are registered by this import
+        if sys.platform == "linux":
+            os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        gym.register_envs(importlib.import_module("shimmy"))
+    if args.env_id not in gym.registry:
+        close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.4)
+        refuse(f"there is no task {args.env_id!r}" + (f"; did you mean {', '.join(close)}?" if close else "."))
+    if "domain_name" in getattr(gym.spec(args.env_id).entry_point, "keywords", ()):  # dm_control's suite
+        kwargs["task_kwargs"] = {"random": args.seed}  # where the plant itself is random, as in lqr, it is the seed's
+    try:
+        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
+    except Exception as error:
+        if "OpenGL" in str(error):
+            refuse(f"{args.env_id} observes camera images; this script needs vectors, and so a task without vision.")
+        refuse(f"{args.env_id} cannot be made: {str(error).splitlines()[0]}")
+    suite = getattr(env.unwrapped, "_env", None)  # dm_control keeps its limit to itself
+    endless = env.spec.max_episode_steps is None if suite is None else getattr(suite, "_step_limit", 0) == math.inf
+    return gym.wrappers.TimeLimit(env, args.time_limit or 1000) if args.time_limit or endless else env
+
+
+def episode_seed(seed, *numbers):
+    """One seed per episode, a function of its number alone: what makes a resumed run repeat the uninterrupted one."""
+    return int(np.random.SeedSequence([seed, *numbers]).generate_state(1)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Networks. Two hidden layers with layer normalisation after the first, as is usual for MPO; the paper gives the sizes.
+# ---------------------------------------------------------------------------------------------------------------------
+class Policy(nn.Module):
+    """pi(a|s, theta) = N(mu(s), L(s) L(s)^T) with L lower triangular and positive on the diagonal."""
+
+    def __init__(self, state_size, action_size, layers, initial_std, min_std, covariance, bound_mean):
+        super().__init__()
+        sizes = [state_size, *layers]
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.norm = nn.LayerNorm(layers[0])
+        self.mean = nn.Linear(layers[-1], action_size)
+        self.factor = nn.Linear(layers[-1], action_size**2)
+        self.action_size, self.min_std = action_size, min_std
+        self.covariance, self.bound_mean = covariance, bound_mean
+        self.std_offset = math.log(math.expm1(initial_std - min_std))  # softplus(offset) + min_std = initial_std
+        with torch.no_grad():  # start at N(0, initial_std^2 I), nearly
+            for head in (self.mean, self.factor):
+                head.weight.mul_(0.01), head.bias.zero_()
+
+    def forward(self, state):
+        """state [..., S] -> mean [..., A], Cholesky factor [..., A, A]."""
+        h = F.relu(self.norm(self.hidden[0](state)))
+        for layer in self.hidden[1:]:
+            h = F.relu(layer(h))
+        raw = self.factor(h).unflatten(-1, (self.action_size, self.action_size))
+        std = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.std_offset) + self.min_std
+        cholesky = torch.diag_embed(std)  # A_ii <- log(1 + exp(A_ii))
+        if self.covariance == "full":
+            cholesky = cholesky + raw.tril(-1)
+        mean = self.mean(h)
+        return torch.tanh(mean) if self.bound_mean else mean, cholesky
+
+
+class Critic(nn.Module):
+    """Q(s, a, phi). Actions outside [-1, 1] act as clipped ones, so they are scored as clipped ones."""
+
+    def __init__(self, state_size, action_size, layers):
+        super().__init__()
+        sizes = [state_size + action_size, *layers]
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.norm = nn.LayerNorm(layers[0])
+        self.value = nn.Linear(layers[-1], 1)
+        self.state_size = state_size
+
+    def forward(self, state, action):
+        """state [..., S] and action [..., A] -> [...]; or M actions for each state, [..., M, A] -> [..., M]."""
+        # The first layer over [s, a] is W_s s + W_a a + b; the state's part is computed once for all M actions. The
+        # in-place sums avoid a pass over memory each: with M x B x T rows, memory is what the update waits for.
+        first = self.hidden[0]
+        state_part = F.linear(state, first.weight[:, : self.state_size], first.bias)
+        if action.dim() > state.dim():
+            state_part = state_part.unsqueeze(-2)
+        h = F.linear(action.clamp(-1, 1), first.weight[:, self.state_size :]).add_(state_part)
+        h = self.norm(h).relu_()
+        for layer in self.hidden[1:]:
+            h = F.linear(h, layer.weight).add_(layer.bias).relu_()
+        return self.value(h).squeeze(-1)
+
+
+class Agent(nn.Module):
+    """Everything that is learned: theta, phi, their targets theta_i, phi', and log_NAME for each multiplier."""
+
+    def __init__(self, policy, critic, **multipliers):
+        super().__init__()
+        self.policy, self.critic = policy, critic
+        self.target_policy = copy.deepcopy(policy).requires_grad_(False)
+        self.target_critic = copy.deepcopy(critic).requires_grad_(False)
+        for name, start in multipliers.items():
+            self.register_parameter(f"log_{name}", nn.Parameter(torch.tensor(math.log(start))))
+
+    def multipliers(self):
+        return [parameter for name, parameter in self.named_parameters() if name.startswith("log_")]
+
+    def copy_targets(self):
+        """theta_i = theta, phi' = phi."""
+        self.target_policy.load_state_dict(self.policy.state_dict())
+        self.target_critic.load_state_dict(self.critic.state_dict())
+
+
+def gaussian_log_prob(mean, cholesky, action):
+    """log N(a; mu, L L^T). mean, action [..., A], cholesky [..., A, A] -> [...]."""
+    z = torch.linalg.solve_triangular(cholesky, (action - mean).unsqueeze(-1), upper=False).squeeze(-1)
+    return standard_normal_log_prob(z) - log_det(cholesky)
+
+
+def standard_normal_log_prob(z):
+    """log N(z; 0, I). [..., A] -> [...]. With a = mu + L z, log N(a; mu, L L^T) is this minus log det L."""
+    return -0.5 * (z.square().sum(-1) + z.shape[-1] * math.log(2 * math.pi))
+
+
+def log_det(cholesky):
+    """log det of a triangular matrix. [..., A, A] -> [...]."""
+    return cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policy evaluation: Retrace (section 4 of the paper). Off-policy data is corrected by clipped importance weights.
+# ---------------------------------------------------------------------------------------------------------------------
+def trace_coefficient(log_prob, behaviour_log_prob):
+    """c = min(1, pi(a|s) / b(a|s)). Any shape."""
+    return (log_prob - behaviour_log_prob).clamp(max=0.0).exp()
+
+
+def retrace(q, v_next, reward, discount, trace):
+    """Retrace targets. All [B, T]; v_next[t] is E_pi Q'(s_{t+1}, .); trace[t] is c_{t+1}, 0 at the end of a window."""
+    correction = torch.zeros_like(q[:, 0])
+    targets = []
+    for t in reversed(range(q.shape[1])):
+        delta = reward[:, t] + discount[:, t] * v_next[:, t] - q[:, t]  # r_t + gamma E_pi Q'(s_{t+1},.) - Q'(s_t,a_t)
+        correction = delta + discount[:, t] * trace[:, t] * correction  # sum_j gamma^{j-t} (prod c_k) delta_j
+        targets.append(q[:, t] + correction)
+    return torch.stack(targets[::-1], dim=1)
+
+
+def masked_mean(x, mask):
+    """Mean of x where mask is 1. Both of one shape."""
+    return (x * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# E-step: maximise E_q A(s,a) over q(a|s) = N(mu, L L^T) = pi(a|s, theta), while KL(q || pi_i), split into the parts of
+# mean and covariance, stays within epsilon_mu and epsilon_sigma. The gradient is estimated from actions of q itself.
+# The M-step is a copy: q has the form of the policy, so theta_{i+1} = theta^q (Agent.copy_targets).
+# ---------------------------------------------------------------------------------------------------------------------
+def leave_one_out_advantage(scores):
+    """A_m = Q_m - mean of the other M - 1 scores. [..., M] -> [..., M], M > 1.
+
+    A baseline that knows nothing of sample m leaves the expected gradient as it is. The mean of all M scores contains
+    Q_m / M, and would shrink the gradient by 1 - 1/M; so this is that difference, divided by 1 - 1/M.
+    """
+    count = scores.shape[-1]
+    return (scores - scores.mean(-1, keepdim=True)) * (count / (count - 1))
+
+
+def samples_log_prob(mean, cholesky, action):
+    """log N(a_m; mu, L L^T) of N actions per state, from one solve. action [..., N, A] -> [..., N]."""
+    z = torch.linalg.solve_triangular(cholesky, (action - mean.unsqueeze(-2)).mT, upper=False)  # [..., A, N]
+    return standard_normal_log_prob(z.mT) - log_det(cholesky).unsqueeze(-1)
+
+
+def likelihood_ratio_objective(advantage, log_prob):
+    """Its gradient is that of E_q A: the mean over samples of A grad log q(a|s). [..., N] -> [...]."""
+    return (advantage.detach() * log_prob).mean(-1)
+
+
+def gaussian_entropy(cholesky):
+    """-E log N(a; mu, L L^T) = ln det L + A/2 ln 2 pi e. [..., A, A] -> [...]."""
+    return log_det(cholesky) + 0.5 * cholesky.shape[-1] * math.log(2 * math.pi * math.e)
+
+
+def whiten(mean_i, cholesky_i, mean, cholesky):
+    """d = L^-1 (mu_i - mu) [..., A] and P = L^-1 L_i [..., A, A], from one solve."""
+    right = torch.cat([(mean_i - mean).unsqueeze(-1), cholesky_i], dim=-1)
+    solved = torch.linalg.solve_triangular(cholesky, right, upper=False)
+    return solved[..., 0], solved[..., 1:]
+
+
+def kl_mean(d):
+    """C_mu = 1/2 (mu - mu_i)^T Sigma^-1 (mu - mu_i) = 1/2 |d|^2. [..., A] -> [...]."""
+    return 0.5 * d.square().sum(-1)
+
+
+def kl_covariance(p):
+    """C_Sigma = 1/2 (tr(Sigma^-1 Sigma_i) - A + ln(det Sigma / det Sigma_i)) = 1/2 (|P|^2 - A) - ln det P. -> [...]."""
+    return 0.5 * (p.square().sum((-2, -1)) - p.shape[-1]) - log_det(p)
+
+
+def e_step_constraints(mean_i, cholesky_i, mean, cholesky):
+    """C_mu and C_Sigma of KL(q || pi_i), each [...]: the M-step's of Algorithm 2 with the two policies exchanged.
+
+    C_mu = 1/2 (mu - mu_i)^T Sigma_i^-1 (mu - mu_i)
+    C_Sigma = 1/2 (tr(Sigma_i^-1 Sigma) - A + ln(det Sigma_i / det Sigma))
+    """
+    d, p = whiten(mean, cholesky, mean_i, cholesky_i)  # d = L_i^-1 (mu - mu_i), P = L_i^-1 L
+    return kl_mean(d), kl_covariance(p)
+
+
+def lagrangian(eta, epsilon, kl):
+    """eta (epsilon - C), twice: the multiplier descends on the first, the policy ascends on the second."""
+    return eta * (epsilon - kl.detach()), eta.detach() * (epsilon - kl)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Replay. A ring of rows in the order they were lived. An episode of n steps is n + 1 rows: the last one holds only the
+# final observation, which a time limit bootstraps from. Whole episodes are added, so the newest row is always a last
+# one, and a window that starts at any other row meets the end of its episode before it meets the ring's seam.
+# ---------------------------------------------------------------------------------------------------------------------
+class Batch(NamedTuple):
+    """Windows of consecutive steps. Where valid is 0 the episode is over and the entries mean nothing."""
+
+    state: torch.Tensor  # [B, T+1, S]
+    action: torch.Tensor  # [B, T, A]
+    behaviour_log_prob: torch.Tensor  # [B, T], log b(a|s) at the time of acting
+    reward: torch.Tensor  # [B, T]
+    terminated: torch.Tensor  # [B, T], 1 where the step ended its episode for good (a time limit does not)
+    valid: torch.Tensor  # [B, T]
+
+
+class Replay:
+    def __init__(self, capacity, state_size, action_size):
+        self.rows = {
+            "state": torch.zeros(capacity, state_size),
+            "action": torch.zeros(capacity, action_size),
+            "behaviour_log_prob": torch.zeros(capacity),
+            "reward": torch.zeros(capacity),
+            "terminated": torch.zeros(capacity),
+            "last": torch.zeros(capacity, dtype=torch.bool),
+        }
+        self.capacity, self.size, self.head = capacity, 0, 0
+        self.starts = torch.zeros(0, dtype=torch.long)
+
+    def add_episode(self, **episode):
+        """Append n + 1 rows; each entry is [n + 1, ...] and overwrites the oldest rows where the ring is full."""
+        count = len(episode["state"])
+        index = (self.head + torch.arange(count)) % self.capacity
+        for name, rows in self.rows.items():
+            rows[index[-self.capacity :]] = torch.as_tensor(episode[name])[-self.capacity :].to(rows.dtype)
+        self.head = int(index[-1] + 1) % self.capacity
+        self.size = min(self.size + count, self.capacity)
+        self.starts = (~self.rows["last"][: self.size]).nonzero().squeeze(-1)
+
+    def sample(self, batch_size, window):
+        """Windows [B, T] starting at uniformly drawn steps."""
+        start = self.starts[torch.randint(len(self.starts), (batch_size,))]
+        index = (start.unsqueeze(-1) + torch.arange(window + 1)) % self.capacity
+        over = (
+            self.rows["last"][index].cumsum(1) > 0
+        )  # from the final observation on: no step here, or another episode's
+        step = {name: self.rows[name][index[:, :-1]] for name in Batch._fields[1:-1]}
+        return Batch(state=self.rows["state"][index], valid=(~over[:, :-1]).float(), **step)
+
+    def state_dict(self):
+        return {name: rows[: self.size].clone() for name, rows in self.rows.items()} | {"head": self.head}
+
+    def load_state_dict(self, saved):
+        self.size, self.head = len(saved["last"]), saved["head"]
+        for name, rows in self.rows.items():
+            rows[: self.size] = saved[name]
+        self.starts = (~self.rows["last"][: self.size]).nonzero().squeeze(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learner: one gradient step, in the order of the paper's Algorithm 3.
+# ---------------------------------------------------------------------------------------------------------------------
+def parametric_losses(agent, batch, noise, args):
+    """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T, max(M, 2), A]."""
+    state, next_state = batch.state[:, :-1], batch.state[:, 1:]
+    discount = args.gamma * (1 - batch.terminated)  # a termination bootstraps nothing, a time limit does
+    alive = batch.valid * (1 - batch.terminated)  # [B, T], states s_{t+1} from which one can act
+
+    # M actions of q, which is the current policy, for each of s_1 .. s_T, scored once by Q'. Retrace evaluates that
+    # same policy, in V as in the traces, so one set of scores serves V in Retrace and A in the E-step. (In Algorithm 2
+    # both are pi_i's. Were Retrace to evaluate pi_i here, it would need samples of its own.)
+    mean, cholesky = agent.policy(next_state)
+    sampled = mean.unsqueeze(-2) + noise @ cholesky.mT  # a = mu + L z
+    if args.gradient == "likelihood-ratio":
+        sampled = sampled.detach()  # no gradient through the samples, and none through Q'
+    scores = agent.target_critic(next_state, sampled)  # [B, T, M]
+    with torch.no_grad():
+        log_prob = gaussian_log_prob(mean[:, :-1], cholesky[:, :-1], batch.action[:, 1:])
+        trace = trace_coefficient(log_prob, batch.behaviour_log_prob[:, 1:]) * batch.valid[:, 1:]
+        v_next, trace = scores[..., : args.num_samples].mean(-1), F.pad(trace, (0, 1))
+        q_i = agent.target_critic(state, batch.action)
+        target = retrace(q_i, v_next, batch.reward, discount, trace)
+
+    # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
+    q = agent.critic(state, batch.action)
+    critic_loss = masked_mean((q - target).square(), batch.valid)
+
+    # E-step gradient: E_q A(s,a), from the first N of the M actions
+    used = args.policy_samples or args.num_samples
+    advantage = leave_one_out_advantage(scores.detach())
+    advantage_std = masked_mean(advantage.square().mean(-1), alive).sqrt()  # its mean is 0
+    if args.gradient == "likelihood-ratio":
+        log_q = samples_log_prob(mean, cholesky, sampled[..., :used, :])
+        improvement = likelihood_ratio_objective(advantage[..., :used], log_q)
+    else:  # the action-value gradient: through Q' and a = mu + L z, and V changes nothing
+        improvement = scores[..., :used].mean(-1)
+    improvement = masked_mean(improvement, alive)
+
+    # L(theta, eta_mu, eta_sigma). A has the unit of the reward, a KL has none. With A in standard deviations the
+    # multipliers that keep the bounds are the same for every task: eta_mu = 1 / sqrt(2 epsilon_mu) where Q' is linear.
+    with torch.no_grad():
+        mean_i, cholesky_i = agent.target_policy(next_state)
+    c_mu, c_sigma = (masked_mean(c, alive) for c in e_step_constraints(mean_i, cholesky_i, mean, cholesky))
+    entropy = masked_mean(gaussian_entropy(cholesky), alive)
+    if args.constraint == "kl":
+        unit = advantage_std.clamp(min=1e-6) if args.normalise_advantage else 1.0
+        of_mu = lagrangian(agent.log_eta_mu.exp(), args.epsilon_mu, c_mu)
+        of_sigma = lagrangian(agent.log_eta_sigma.exp(), args.epsilon_sigma, c_sigma)
+        multiplier_loss, policy_loss = of_mu[0] + of_sigma[0], -(improvement / unit + of_mu[1] + of_sigma[1])
+    else:
+        multiplier_loss, policy_loss = torch.zeros_like(entropy), -(improvement + args.entropy_scale * entropy)
+
+    seen = {"trace": trace, "alive": alive, "valid": batch.valid, "q": q, "target": target, "scores": scores}
+    seen |= {"advantage_std": advantage_std, "entropy": entropy, "mean": mean, "cholesky": cholesky}
+    seen |= {"c_mu": c_mu, "c_sigma": c_sigma}
+    return critic_loss, policy_loss, multiplier_loss, {name: x.detach() for name, x in seen.items()}
+
+
+def update(agent, optimiser, loss_function, batch, noise, args):
+    """One step of Adam on theta, phi and the multipliers. Returns the losses and what the diagnostics need."""
+    critic_loss, policy_loss, multiplier_loss, seen = loss_function(agent, batch, noise, args)
+    optimiser.zero_grad()
+    (critic_loss + policy_loss + multiplier_loss).backward()
+    losses = {"losses/critic": critic_loss, "losses/policy": policy_loss, "losses/multipliers": multiplier_loss}
+    for name in ("critic", "policy"):
+        norm = nn.utils.clip_grad_norm_(getattr(agent, name).parameters(), args.max_grad_norm)
+        losses[f"losses/{name}_gradient"] = norm
+    values = {name: loss.item() for name, loss in losses.items()}
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise NotFinite(f"{name} became {value}")
+    optimiser.step()
+    with torch.no_grad():  # a multiplier that rests at its floor or ceiling can still come back
+        for log_multiplier in agent.multipliers():
+            log_multiplier.clamp_(math.log(1e-6), math.log(1e3))
+    return values, seen
+
+
+@torch.no_grad()
+def parametric_diagnostics(agent, seen, args):
+    """The mpo/* metrics of one update; docs/metrics.md says what each means and when to worry."""
+    alive, std = seen["alive"], seen["cholesky"].square().sum(-1).sqrt()
+    valid, q, target = seen["valid"] > 0, seen["q"], seen["target"]
+    metrics = {
+        "eta_mu": agent.log_eta_mu.exp(),
+        "eta_sigma": agent.log_eta_sigma.exp(),
+        "kl_mu_relative": seen["c_mu"] / args.epsilon_mu,
+        "kl_sigma_relative": seen["c_sigma"] / args.epsilon_sigma,
+        "trace": masked_mean(seen["trace"][:, :-1], seen["valid"][:, 1:]),
+        "advantage_std": seen["advantage_std"],
+        "entropy": seen["entropy"],
+        "std_mean": masked_mean(std.mean(-1), alive),
+        "std_min": std.min(),
+        "std_max": std.max(),
+        "mean_outside": masked_mean((seen["mean"].abs() > 1).float().mean(-1), alive),
+        "q_std_over_actions": masked_mean(seen["scores"].std(-1), alive),
+        "q_mean": q[valid].mean(),
+        "q_min": q[valid].min(),
+        "q_max": q[valid].max(),
+        "target_min": target[valid].min(),
+        "target_max": target[valid].max(),
+    }
+    return {f"mpo/{name}": float(value) for name, value in metrics.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Acting and evaluating.
+# ---------------------------------------------------------------------------------------------------------------------
+class NotFinite(Exception):
+    """Something became NaN or infinite; the run stops before it spreads."""
+
+
+@torch.no_grad()
+def collect_episode(env, policy, seed, device):
+    """Live one episode with actions sampled from the policy. Returns its n + 1 rows for the replay."""
+    state, _ = env.reset(seed=seed)
+    rows = {"state": [state], "action": [], "behaviour_log_prob": [], "reward": [], "terminated": []}
+    over = False
+    while not over:
+        mean, cholesky = policy(torch.as_tensor(state, dtype=torch.float32, device=device))
+        z = torch.randn(len(mean)).to(device)
+        action = mean + cholesky @ z
+        # The action is stored as it was drawn, with its density; the environment clips it, and so does the critic.
+        log_prob = standard_normal_log_prob(z) - log_det(cholesky)
+        state, reward, terminated, truncated, _ = env.step(action.cpu().numpy())
+        over = terminated or truncated
+        if not np.isfinite(reward) or not np.isfinite(state).all():
+            raise NotFinite(f"{'the reward' if not np.isfinite(reward) else 'an observation'} is not finite")
+        row = (state, action.cpu().numpy(), log_prob.item(), float(reward), float(terminated))
+        for name, value in zip(rows, row):
+            rows[name].append(value)
+    rows["last"] = [False] * len(rows["reward"]) + [True]
+    for name in ("action", "behaviour_log_prob", "reward", "terminated"):
+        rows[name].append(np.zeros_like(rows[name][0]))  # the final observation has no step
+    return {name: np.stack(values) for name, values in rows.items()}
+
+
+def collect_trajectories(env, policy, replay, counters, args):
+    """L episodes into the replay (at the start, as many as learning_starts asks) and the gradient steps they earn."""
+    counters["began"], wanted = counters["global_step"], args.trajectories
+    while len(counters["returns"]) < wanted or counters["global_step"] < args.learning_starts or counters["due"] < 1:
+        episode = collect_episode(env, policy, episode_seed(args.seed, 0, counters["episode"]), args.device)
+        replay.add_episode(**episode)
+        steps = len(episode["reward"]) - 1
+        counters["returns"].append(float(episode["reward"].sum()))
+        counters["episode"] += 1
+        counters["global_step"] += steps
+        counters["due"] += args.updates_per_step * steps
+
+
+@torch.no_grad()
+def evaluate(env, policy, episodes, seed, device, video=None):
+    """Returns of some episodes with the mean action, the first of them filmed to the file `video`."""
+    returns, frames = [], []
+    for episode in range(episodes):
+        state, _ = env.reset(seed=episode_seed(seed, 1, episode))
+        total, over = 0.0, False
+        while not over:
+            if video and episode == 0:
+                frames.append(env.render())
+            mean, _ = policy(torch.as_tensor(state, dtype=torch.float32, device=device))
+            state, reward, terminated, truncated, _ = env.step(mean.cpu().numpy())
+            total, over = total + float(reward), terminated or truncated
+        returns.append(total)
+    if video:
+        import imageio.v2 as imageio
+
+        imageio.mimwrite(video, frames, fps=frame_rate(env), macro_block_size=1)
+    return returns
+
+
+def frame_rate(env):
+    """Frames per second at true speed. Shimmy's own figure is wrong, so dm_control is asked itself."""
+    physics = getattr(env.unwrapped, "_env", None)
+    return 1 / physics.control_timestep() if physics is not None else env.metadata.get("render_fps", 30)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run folder: args.json, progress.csv, TensorBoard events, checkpoint.pt, model.pt.
+# ---------------------------------------------------------------------------------------------------------------------
+def write_aside(path, write):
+    """Write a file whole or not at all: to one side, down to the disk, then renamed over the old one."""
+    aside = Path(f"{path}.tmp")
+    try:
+        with open(aside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def save_checkpoint(run_dir, agent, optimiser, replay, counters):
+    parts = {"agent": agent, "optimiser": optimiser, "replay": replay}
+    checkpoint = {name: part.state_dict() for name, part in parts.items()}
+    checkpoint |= {"counters": counters, "random_state": torch.get_rng_state()}
+    write_aside(Path(run_dir) / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+
+
+def load_checkpoint(run_dir, agent, optimiser, replay):
+    """Restore all that save_checkpoint saved, and return the counters."""
+    path = Path(run_dir) / "checkpoint.pt"
+    if not path.exists():
+        refuse(f"{run_dir} holds no checkpoint; it was stopped before its first, so start it anew in another folder.")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        for name, part in {"agent": agent, "optimiser": optimiser, "replay": replay}.items():
+            part.load_state_dict(checkpoint[name])
+        torch.set_rng_state(checkpoint["random_state"])
+        return checkpoint["counters"]
+    except Exception as error:
+        refuse(f"{path} is damaged, or of another version of this script ({type(error).__name__}).")
+
+
+def read_args(run_dir):
+    """The settings a run was started with."""
+    path = Path(run_dir) / "args.json"
+    try:
+        saved = json.loads(path.read_text())
+        return Args(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
+    except FileNotFoundError:
+        refuse(f"{run_dir} holds no run: there is no {path}.")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        refuse(f"{path} does not read as the settings of a run ({error}).")
+
+
+class Log:
+    """Metrics to progress.csv and TensorBoard, a line of progress to the terminal."""
+
+    def __init__(self, run_dir, args, counters):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path, self.args, self.live = Path(run_dir) / "progress.csv", args, sys.stdout.isatty()
+        if self.path.exists():  # drop what was logged after the checkpoint that is being resumed
+            logged = counters["began"] if counters["returns"] else counters["global_step"]
+            header, *rows = self.path.read_text().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= logged]
+            write_aside(self.path, lambda file: file.write("".join([header, *kept]).encode()))
+        if args.track:
+            import wandb
+
+            wandb.init(project="mpo", name=Path(run_dir).name, config=vars(args), sync_tensorboard=True)
+        self.writer = SummaryWriter(run_dir, purge_step=counters["global_step"] + 1)
+        self.started, self.shown_at = time.time() - counters["seconds"], 0.0
+
+    def write(self, counters, metrics):
+        """A row per iteration: the mean return of its episodes, losses and diagnostics of its last update."""
+        step, counters["seconds"] = counters["global_step"], time.time() - self.started
+        row = {"global_step": step, "charts/episodic_return": float(np.mean(counters["returns"]))}
+        row |= {"charts/SPS": step / counters["seconds"], "charts/seconds": counters["seconds"]}
+        row |= {"charts/updates": counters["updates"], "eval/episodic_return": ""} | metrics
+        with open(self.path, "a", newline="") as file:
+            table = csv.DictWriter(file, row, lineterminator="\n")
+            if file.tell() == 0:
+                table.writeheader()
+            table.writerow(row)
+        for name, value in row.items():
+            if value != "":
+                self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def progress(self, counters):
+        """A line that rewrites itself twice a second on a terminal; elsewhere a plain line, twice a minute."""
+        if time.time() - self.shown_at < (0.5 if self.live else 30):
+            return
+        self.shown_at, total = time.time(), self.args.total_timesteps
+        done = max(counters["global_step"] - counters["due"] / self.args.updates_per_step, 1)
+        speed = done / (time.time() - self.started)
+        line = f"step {done:,.0f}/{total:,}  return {np.mean(counters['returns']):.1f}  {speed:.0f} steps/s"
+        self.say(f"{line}  {clock((total - done) / speed)} left", end="" if self.live else "\n")
+
+    def say(self, sentence, end="\n"):
+        print(f"\r\033[K{sentence}" if self.live else sentence, end=end, flush=True)
+
+
+def clock(seconds):
+    minutes, seconds = divmod(max(int(seconds), 0), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {seconds:02d} s"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The user's input, checked before any work is done. Each answer is one sentence and exit code 2.
+# ---------------------------------------------------------------------------------------------------------------------
+def refuse(sentence, code=2):
+    print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def resolve(args):
+    """The settings in force: the saved run's with --resume or --evaluate, the paper's with --paper, else the user's."""
+    folder = args.resume or args.evaluate
+    if not folder:
+        return dataclasses.replace(args, **PAPER) if args.paper else args
+    saved, default = read_args(folder), Args()
+    given = {name: value for name, value in vars(args).items() if value != getattr(default, name)}
+    if given.get("env_id", saved.env_id) != saved.env_id:
+        refuse(f"{folder} belongs to {saved.env_id}, not to {args.env_id}.")
+    may_change = {"total_timesteps", *(field.name for field in dataclasses.fields(RunControl))}
+    for name, value in given.items():
+        if name not in may_change and value != getattr(saved, name):
+            flag, used = name.replace("_", "-"), getattr(saved, name)
+            refuse(f"{folder} was started with --{flag} {used}, which cannot change to {value} now.")
+    kept = {name: getattr(saved, name) for name in vars(saved) if name not in given or name not in may_change}
+    return dataclasses.replace(args, **(kept | {"run_dir": folder, "resume": args.resume, "evaluate": args.evaluate}))
+
+
+def validate(args):
+    """Refuse what cannot work: a value out of its range, a device, package or renderer that is not there."""
+    for field in dataclasses.fields(args):
+        name, value = field.name.replace("_", "-"), getattr(args, field.name)
+        numbers = [x for x in (value if isinstance(value, tuple) else [value]) if type(x) in (int, float)]
+        if field.name in POSITIVE.split() and not (numbers and all(0 < x < math.inf for x in numbers)):
+            refuse(f"--{name} must be positive, not {value}.")
+        if not all(0 <= x < math.inf for x in numbers):
+            refuse(f"--{name} must be 0 or more, not {value}.")
+    if args.gamma >= 1:
+        refuse(f"--gamma must be below 1, not {args.gamma}.")
+    if args.buffer_size <= args.window:
+        refuse(f"--buffer-size must be greater than --window, not {args.buffer_size} with {args.window}.")
+    try:
+        torch.zeros(1, device=args.device)
+    except Exception:
+        refuse(f"there is no device {args.device!r} here; --device cpu works everywhere.")
+    for wanted, package, extra in ((args.track, "wandb", "track"), (args.capture_video, "imageio_ffmpeg", "video")):
+        if wanted and importlib.util.find_spec(package) is None:
+            refuse(f"this needs {package}: pip install -c constraints.txt -e '.[{extra}]'.")
+    if args.capture_video:
+        env = make_env(args, render=True)
+        try:
+            env.reset(seed=0)
+            env.render()
+        except Exception as error:
+            refuse(f"--capture-video cannot render here ({error}); try MUJOCO_GL=egl or MUJOCO_GL=osmesa.")
+
+
+def validate_samples(args):
+    """Refuse more actions in the policy's gradient than are sampled."""
+    if args.policy_samples > args.num_samples:
+        refuse(f"--policy-samples must be at most --num-samples, not {args.policy_samples} with {args.num_samples}.")
+
+
+def open_run_dir(args):
+    """The run's folder, made and writable, with args.json in it. A new run never lands on an old one."""
+    name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.run_dir or Path("runs") / name)
+    if not args.resume and (run_dir / "args.json").exists():
+        refuse(f"{run_dir} already holds a run of {read_args(run_dir).env_id}; --resume {run_dir} continues it.")
+    settings = json.dumps(dataclasses.asdict(args) | {"run_dir": str(run_dir), "resume": ""}, indent=2)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_aside(run_dir / "args.json", lambda file: file.write(settings.encode()))
+    except OSError as error:
+        refuse(f"{run_dir} cannot be written ({error.strerror}); choose another folder with --run-dir.")
+    return run_dir
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The training loop: collect L trajectories, K gradient steps, copy the targets; log, evaluate and save on the way.
+# ---------------------------------------------------------------------------------------------------------------------
+class StopRequest:
+    """Ctrl-C and SIGTERM ask for a stop at the next safe moment; asked a second time, they stop at once."""
+
+    def __init__(self):
+        self.asked = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self)
+
+    def __call__(self, number, frame):
+        self.asked = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+def crossed(interval, counters):
+    """Whether this iteration's steps passed a multiple of the interval (never, if that is 0)."""
+    return interval > 0 and counters["global_step"] // interval > counters["began"] // interval
+
+
+def main(args):
+    args = resolve(args)
+    validate(args)
+    validate_samples(args)
+    torch.manual_seed(args.seed)
+    torch.use_deterministic_algorithms(args.torch_deterministic, warn_only=True)
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+
+    env, eval_env = make_env(args), make_env(args, render=args.capture_video)
+    sizes = {"state_size": env.observation_space.shape[0], "action_size": env.action_space.shape[0]}
+    policy_options = {"layers": args.policy_layers, "initial_std": args.initial_std, "min_std": args.min_std}
+    policy_options |= sizes | {"covariance": args.covariance, "bound_mean": args.bound_mean}
+    critic = Critic(**sizes, layers=args.critic_layers)
+    agent = Agent(Policy(**policy_options), critic, eta_mu=1.0, eta_sigma=100.0).to(args.device)
+    networks = {"params": [*agent.policy.parameters(), *agent.critic.parameters()], "lr": args.learning_rate}
+    multipliers = {"params": agent.multipliers(), "lr": args.multiplier_rate}
+    optimiser = torch.optim.Adam([networks, multipliers], fused=True)
+    replay = Replay(args.buffer_size, **sizes)
+    # "due" gradient steps are left of this iteration, which "began" at that step; "returns" are those of its episodes
+    counters = {"global_step": 0, "episode": 0, "updates": 0, "due": 0.0, "began": 0, "returns": [], "seconds": 0.0}
+
+    if args.evaluate:
+        load_checkpoint(args.evaluate, agent, optimiser, replay)
+        video = Path(args.evaluate) / "evaluation.mp4" if args.capture_video else None
+        returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, args.device, video)
+        spread = f"from {min(returns):.1f} to {max(returns):.1f}"
+        return print(f"{args.env_id}: mean return {np.mean(returns):.1f} over {len(returns)} episodes, {spread}")
+
+    run_dir = open_run_dir(args)
+    if args.resume:
+        counters = load_checkpoint(run_dir, agent, optimiser, replay)
+    log = Log(run_dir, args, counters)
+    log.say(f"{args.env_id}, {sizes['state_size']} observations, {sizes['action_size']} actions; writing to {run_dir}")
+    loss_function = torch.compile(parametric_losses) if args.compile else parametric_losses
+    stop, saved_at = StopRequest(), counters["global_step"] if args.resume else None
+
+    try:
+        while not stop.asked and (counters["global_step"] < args.total_timesteps or counters["returns"]):
+            # update the replay with L trajectories from the environment
+            if not counters["returns"]:
+                collect_trajectories(env, agent.policy, replay, counters, args)
+
+            # find a better policy by gradient descent: K steps
+            while counters["due"] >= 1 and not stop.asked:
+                batch = Batch(*(x.to(args.device) for x in replay.sample(args.batch_size, args.window)))
+                drawn = max(args.num_samples, 2)  # at M = 1 the second action is the baseline of the first
+                noise = torch.randn(*batch.reward.shape, drawn, sizes["action_size"]).to(args.device)
+                metrics, seen = update(agent, optimiser, loss_function, batch, noise, args)
+                counters["due"] -= 1
+                counters["updates"] += 1
+                if counters["updates"] % args.target_period == 0:
+                    agent.copy_targets()
+                log.progress(counters)
+            if counters["due"] >= 1:
+                break  # asked to stop between two updates
+
+            finished = counters["global_step"] >= args.total_timesteps
+            metrics |= parametric_diagnostics(agent, seen, args)
+            if finished or crossed(args.eval_every, counters):
+                returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, args.device)
+                metrics["eval/episodic_return"] = float(np.mean(returns))
+                log.say(f"step {counters['global_step']:,}: the mean action returns {np.mean(returns):.1f}")
+            log.write(counters, metrics)
+            counters["returns"] = []
+            if finished or crossed(args.checkpoint_every, counters):
+                save_checkpoint(run_dir, agent, optimiser, replay, counters)
+                saved_at = counters["global_step"]
+        if stop.asked:
+            save_checkpoint(run_dir, agent, optimiser, replay, counters)
+            log.say(f"stopped and saved; to go on: python {sys.argv[0]} --resume {run_dir}")
+            raise SystemExit(128 + stop.asked)
+        if args.save_model:
+            model = {"options": policy_options, "policy": agent.policy.cpu().state_dict()}
+            write_aside(run_dir / "model.pt", lambda file: torch.save(model, file))
+        if args.capture_video:
+            evaluate(eval_env, agent.policy.to(args.device), 1, args.seed, args.device, run_dir / "evaluation.mp4")
+    except (NotFinite, OSError) as error:
+        kept = (
+            "no checkpoint was saved yet" if saved_at is None else f"the last good checkpoint is of step {saved_at:,}"
+        )
+        refuse(f"{error}; stopped at step {counters['global_step']:,}, and {kept} in {run_dir}.", code=1)
+    log.say(f"done: {counters['global_step']:,} steps in {clock(counters['seconds'])}; everything is in {run_dir}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args.command_line))
