@@ -5,7 +5,7 @@
 
 The runs themselves live in runs/benchmark/LABEL/TASK/seedK. A finished run is skipped, an interrupted one is resumed, a
 failed one is reported at the end with the last lines of its log, and the exit code is then 1. Flags after `--` go to
-the script. Each finished run leaves benchmark/results/LABEL/TASK/seedK.csv, which is what figures and tables are made from.
+the script. Each finished run leaves benchmark/results/LABEL/TASK/seedK.csv, what all figures are made from.
 """
 
 import csv
