@@ -137,6 +137,7 @@ PAPER = {"updates_per_step": 1.0, "target_period": 1000}  # what --paper sets: t
 POSITIVE = "total_timesteps epsilon epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
 POSITIVE += " min_std learning_rate multiplier_rate batch_size trajectories updates_per_step target_period buffer_size"
 POSITIVE += " max_grad_norm eval_episodes"
+ORDERED = [("window", "buffer_size"), ("min_std", "initial_std")]  # the first must be less than the second
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -448,24 +449,23 @@ class Replay:
 # Learner: one gradient step, in the order of the paper's Algorithm 2.
 # ---------------------------------------------------------------------------------------------------------------------
 def compute_losses(agent, batch, noise, args):
-    """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T, M, A]."""
-    state, next_state = batch.state[:, :-1], batch.state[:, 1:]
+    """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T+1, M, A]."""
     discount = args.gamma * (1 - batch.terminated)  # a termination bootstraps nothing, a time limit does
-    alive = batch.valid * (1 - batch.terminated)  # [B, T], states s_{t+1} from which one can act
+    alive = F.pad(batch.valid * (1 - batch.terminated), (1, 0), value=1.0)  # [B, T+1], states from which one can act
 
-    # M actions of pi_i for each of s_1 .. s_T, scored once by Q': the scores serve V in Retrace and q in the E-step.
+    # M actions of pi_i for each of s_0 .. s_T, scored once by Q': the scores serve V in Retrace and q in the E-step.
     with torch.no_grad():
-        mean_i, cholesky_i = agent.target_policy(next_state)
+        mean_i, cholesky_i = agent.target_policy(batch.state)
         sampled = mean_i.unsqueeze(-2) + noise @ cholesky_i.mT  # a = mu_i + L_i z
-        scores = agent.target_critic(next_state, sampled)  # [B, T, M]
+        scores = agent.target_critic(batch.state, sampled)  # [B, T+1, M]
 
-        log_prob = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], batch.action[:, 1:])
+        log_prob = gaussian_log_prob(mean_i[:, 1:-1], cholesky_i[:, 1:-1], batch.action[:, 1:])
         trace = trace_coefficient(log_prob, batch.behaviour_log_prob[:, 1:]) * batch.valid[:, 1:]
-        q_i, v_next, trace = agent.target_critic(state, batch.action), scores.mean(-1), F.pad(trace, (0, 1))
-        target = retrace(q_i, v_next, batch.reward, discount, trace)
+        q_i, v_next = agent.target_critic(batch.state[:, :-1], batch.action), scores[:, 1:].mean(-1)
+        target = retrace(q_i, v_next, batch.reward, discount, F.pad(trace, (0, 1)))
 
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
-    q = agent.critic(state, batch.action)
+    q = agent.critic(batch.state[:, :-1], batch.action)
     critic_loss = masked_mean((q - target).square(), batch.valid)
 
     # E-step gradient: g(eta), then q(a|s)
@@ -475,7 +475,7 @@ def compute_losses(agent, batch, noise, args):
     weights = improved_policy(eta.detach(), scores, log_prior)
 
     # M-step gradient: L(theta, eta_mu, eta_sigma)
-    mean, cholesky = agent.policy(next_state)
+    mean, cholesky = agent.policy(batch.state)
     z_bar, s = weighted_moments(weights, noise)
     likelihood, c_mu, c_sigma = m_step_terms(args.decoupling, mean_i, cholesky_i, mean, cholesky, z_bar, s)
     likelihood, c_mu, c_sigma = (masked_mean(x, alive) for x in (likelihood, c_mu, c_sigma))
@@ -524,14 +524,14 @@ def diagnostics(agent, seen, args):
         "kl_q_relative": masked_mean(categorical_kl(weights, -math.log(args.num_samples)), alive) / args.epsilon,
         "kl_mu_relative": seen["c_mu"] / args.epsilon_mu,
         "kl_sigma_relative": seen["c_sigma"] / args.epsilon_sigma,
-        "trace": masked_mean(seen["trace"][:, :-1], seen["valid"][:, 1:]),
+        "trace": masked_mean(seen["trace"], seen["valid"][:, 1:]),
         "effective_samples": masked_mean(1 / weights.square().sum(-1), alive),
         "entropy": masked_mean(log_det(seen["cholesky"]), alive) + 0.5 * std.shape[-1] * math.log(2 * math.pi * math.e),
         "std_mean": masked_mean(std.mean(-1), alive),
         "std_min": std.min(),
         "std_max": std.max(),
         "mean_outside": masked_mean((seen["mean"].abs() > 1).float().mean(-1), alive),
-        "q_std_over_actions": masked_mean(seen["scores"].std(-1), alive),
+        "q_std_over_actions": masked_mean(seen["scores"].std(-1, correction=0), alive),
         "q_mean": q[valid].mean(),
         "q_min": q[valid].min(),
         "q_max": q[valid].max(),
@@ -730,7 +730,8 @@ def resolve(args):
     """The settings in force: the saved run's with --resume or --evaluate, the paper's with --paper, else the user's."""
     folder = args.resume or args.evaluate
     if not folder:
-        return dataclasses.replace(args, **PAPER) if args.paper else args
+        printed = {name: value for name, value in PAPER.items() if getattr(args, name) == getattr(Args(), name)}
+        return dataclasses.replace(args, **printed) if args.paper else args
     saved, default = read_args(folder), Args()
     given = {name: value for name, value in vars(args).items() if value != getattr(default, name)}
     if given.get("env_id", saved.env_id) != saved.env_id:
@@ -755,8 +756,10 @@ def validate(args):
             refuse(f"--{name} must be 0 or more, not {value}.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
-    if args.buffer_size <= args.window:
-        refuse(f"--buffer-size must be greater than --window, not {args.buffer_size} with {args.window}.")
+    for less, more in ORDERED:
+        if getattr(args, less) >= getattr(args, more):
+            less, more = less.replace("_", "-"), more.replace("_", "-")
+            refuse(f"--{more} must be greater than --{less}.")
     try:
         torch.zeros(1, device=args.device)
     except Exception:
@@ -853,7 +856,7 @@ def main(args):
             # find a better policy by gradient descent: K steps
             while counters["due"] >= 1 and not stop.asked:
                 batch = Batch(*(x.to(args.device) for x in replay.sample(args.batch_size, args.window)))
-                noise = torch.randn(*batch.reward.shape, args.num_samples, sizes["action_size"]).to(args.device)
+                noise = torch.randn(*batch.state.shape[:2], args.num_samples, sizes["action_size"]).to(args.device)
                 metrics, seen = update(agent, optimiser, loss_function, batch, noise, args)
                 counters["due"] -= 1
                 counters["updates"] += 1
