@@ -159,7 +159,8 @@ def make_env(args, render=False):
     unit_box = gym.spaces.Box(-1, 1, actions.shape)
     env = gym.wrappers.TransformAction(env, lambda action: centre + scale * np.clip(action, -1, 1), unit_box)
     observed = env.observation_space
-    if any(len(part.shape or ()) > 2 for part in getattr(observed, "spaces", {"": observed}).values()):
+    parts = observed.values() if isinstance(observed, gym.spaces.Dict) else [observed]
+    if any(part.dtype == np.uint8 and len(part.shape) > 1 for part in parts):
         refuse(f"{args.env_id} observes images; this script needs vectors (mpo_atari.py learns from images).")
     return gym.wrappers.FlattenObservation(env)
 
@@ -167,22 +168,23 @@ def make_env(args, render=False):
 def make_task(args, render):
     """The task as Gymnasium makes it, with a time limit. MUJOCO_GL is read once, on import: egl needs no display."""
     kwargs = {"render_mode": "rgb_array"} if render else {}
-    if args.env_id not in gym.registry:  # the dm_control/ tasks are registered by this import
-        if sys.platform == "linux":
-            os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
-        logging.getLogger("absl").setLevel(logging.ERROR)
-        gym.register_envs(importlib.import_module("shimmy"))
-    if args.env_id not in gym.registry:
-        close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.4)
-        refuse(f"there is no task {args.env_id!r}" + (f"; did you mean {', '.join(close)}?" if close else "."))
-    if "domain_name" in getattr(gym.spec(args.env_id).entry_point, "keywords", ()):  # dm_control's suite
-        kwargs["task_kwargs"] = {"random": args.seed}  # where the plant itself is random, as in lqr, it is the seed's
+    if sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
     try:
+        if args.env_id not in gym.registry:  # the dm_control/ tasks are registered by this import
+            logging.getLogger("absl").setLevel(logging.ERROR)
+            gym.register_envs(importlib.import_module("shimmy"))
+        if args.env_id not in gym.registry:
+            close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.4)
+            refuse(f"there is no task {args.env_id!r}" + (f"; did you mean {', '.join(close)}?" if close else "."))
+        if "domain_name" in getattr(gym.spec(args.env_id).entry_point, "keywords", ()):  # dm_control's suite
+            kwargs["task_kwargs"] = {"random": args.seed}  # where the plant is random, as in lqr, it is the seed's
         env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
+        env.reset(seed=0)
     except Exception as error:
         if "OpenGL" in str(error):
-            refuse(f"{args.env_id} observes camera images; this script needs vectors, and so a task without vision.")
-        refuse(f"{args.env_id} cannot be made: {str(error).splitlines()[0]}")
+            refuse(f"{args.env_id} needs OpenGL; MUJOCO_GL=egl gives it, but camera images cannot be learned from.")
+        refuse(f"{args.env_id} cannot be made: {(str(error) or repr(error)).splitlines()[0]}")
     suite = getattr(env.unwrapped, "_env", None)  # dm_control keeps its limit to itself
     endless = env.spec.max_episode_steps is None if suite is None else getattr(suite, "_step_limit", 0) == math.inf
     return gym.wrappers.TimeLimit(env, args.time_limit or 1000) if args.time_limit or endless else env
