@@ -475,7 +475,7 @@ def parametric_losses(agent, batch, noise, args):
     # E-step gradient: E_q A(s,a), from the first N of the M actions
     used = args.policy_samples or args.num_samples
     advantage = leave_one_out_advantage(scores.detach())
-    advantage_std = masked_mean(advantage.square().mean(-1), alive).sqrt()  # its mean is 0
+    advantage_std = masked_mean(scores.detach().var(-1), alive).sqrt()  # A and Q' differ by V(s), which has no spread
     if args.gradient == "likelihood-ratio":
         log_q = samples_log_prob(mean, cholesky, sampled[..., :used, :])
         improvement = likelihood_ratio_objective(advantage[..., :used], log_q)

@@ -1,0 +1,564 @@
+"""Algorithm 3: the gradient of E_q A and its baseline, KL(q || pi_i) in two parts, the M-step's copy, the ablations."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    ACTION_SIZE,
+    STATE_SIZE,
+    normal,
+    numbers,
+    quadrature,
+    random_batch,
+    random_gaussian,
+    small_agent,
+    small_args,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from scipy.stats import multivariate_normal
+from torch.distributions import MultivariateNormal, kl_divergence
+
+import mpo_parametric as script
+
+LENGTHS, TERMINATED = [4, 4, 3, 2, 1, 1], [False, True, True, False, True, False]
+gradients = pytest.mark.parametrize("gradient", ["likelihood-ratio", "reparameterised"])
+constraints = pytest.mark.parametrize("constraint", ["kl", "entropy"])
+
+
+def close(x, y, tolerance=1e-9):
+    torch.testing.assert_close(x, torch.as_tensor(y, dtype=x.dtype), rtol=tolerance, atol=tolerance)
+
+
+def leaves(*tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+# ------------------------------------------------------------------- the gradient of E_q Q: closed forms, by quadrature
+def linear(w):
+    return lambda a: a @ w
+
+
+def quadratic(centre, hessian):
+    return lambda a: -0.5 * ((a - centre) @ hessian * (a - centre)).sum(-1)
+
+
+def random_hessian(generator, size=ACTION_SIZE):
+    root = normal(generator, size, size)
+    return root @ root.mT + 0.1 * torch.eye(size).double()
+
+
+def exact_gradient(score, mean, cholesky):
+    """The likelihood-ratio gradient of the mean and of the factor, its expectation taken by quadrature."""
+    mean, cholesky = leaves(mean, cholesky)
+    z, log_weights = quadrature(len(mean), nodes=12)
+    action = (mean + z @ cholesky.mT).detach()
+    weighted = score(action) * log_weights.exp() * len(z)  # the objective divides by the number of samples
+    log_q = script.samples_log_prob(mean, cholesky, action)
+    script.likelihood_ratio_objective(weighted, log_q).backward()
+    return mean.grad, cholesky.grad.tril()
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 3))
+def test_for_linear_q_the_gradient_of_the_mean_is_w_and_that_of_the_factor_is_zero(seed, size):
+    generator = numbers(seed)
+    (mean, cholesky), w = random_gaussian(generator, size=size), normal(generator, size)
+    of_mean, of_factor = exact_gradient(linear(w), mean, cholesky)
+    close(of_mean, w, 1e-7)
+    close(of_factor, torch.zeros(size, size).double(), 1e-7)
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 3))
+def test_for_quadratic_q_it_is_h_times_the_way_to_the_top_and_minus_h_times_the_factor(seed, size):
+    """E_q Q = -1/2 (mu - c)^T H (mu - c) - 1/2 tr(H L L^T)."""
+    generator = numbers(seed)
+    (mean, cholesky), centre = random_gaussian(generator, size=size), normal(generator, size)
+    hessian = random_hessian(generator, size)
+    of_mean, of_factor = exact_gradient(quadratic(centre, hessian), mean, cholesky)
+    close(of_mean, hessian @ (centre - mean), 1e-6)
+    close(of_factor, -(hessian @ cholesky).tril(), 1e-6)
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 4))
+def test_the_log_density_of_many_actions_is_that_of_each(seed, size):
+    generator = numbers(seed)
+    mean, cholesky = random_gaussian(generator, 3, size=size)
+    action = normal(generator, 3, 5, size)
+    each = MultivariateNormal(mean.unsqueeze(1), scale_tril=cholesky.unsqueeze(1)).log_prob(action)
+    close(script.samples_log_prob(mean, cholesky, action), each)
+
+
+def test_the_entropy_is_that_of_the_multivariate_normal():
+    mean, cholesky = random_gaussian(numbers(0), 4, size=3)
+    close(script.gaussian_entropy(cholesky), MultivariateNormal(mean, scale_tril=cholesky).entropy())
+
+
+# --------------------------------------------------------- the learner on a bandit: one state, Q' a function of a alone
+class Gaussian(torch.nn.Module):
+    """A policy that starts out the same in every state; with apart = B, each of B states has parameters of its own."""
+
+    def __init__(self, mean, cholesky, apart=1):
+        super().__init__()
+        raw = cholesky.tril(-1) + cholesky.diagonal().log().diag()
+        self.mu, self.raw = (torch.nn.Parameter(x.repeat(apart, 1, *[1] * x.dim())) for x in (mean, raw))
+
+    def forward(self, state):
+        factor = self.raw.tril(-1) + torch.diag_embed(self.raw.diagonal(dim1=-2, dim2=-1).exp())
+        return self.mu.expand(*state.shape[:-1], -1), factor.expand(*state.shape[:-1], -1, -1)
+
+
+class Bandit(torch.nn.Module):
+    """A critic that knows Q."""
+
+    def __init__(self, score, constant=0.0):
+        super().__init__()
+        self.score, self.constant = score, torch.nn.Parameter(torch.tensor(constant).double())
+
+    def forward(self, state, action):
+        return self.score(action) + self.constant
+
+
+def bandit(score, mean, cholesky, states, noise=None, constant=0.0, apart=1, **changes):
+    """Settings, an agent at theta = theta_i, and so many states with their noise."""
+    args = small_args(script, **changes)
+    agent = script.Agent(Gaussian(mean, cholesky, apart), Bandit(score, constant), eta_mu=1.0, eta_sigma=1.0).double()
+    none, action = torch.zeros(states, 1).double(), torch.zeros(states, 1, len(mean)).double()
+    state = torch.zeros(states, 2, 1).double()
+    batch = script.Batch(state, action, behaviour_log_prob=none, reward=none, terminated=none, valid=none + 1)
+    drawn = max(args.num_samples, 2)
+    return args, agent, batch, normal(numbers(0), states, 1, drawn, len(mean)) if noise is None else noise
+
+
+def policy_gradient(args, agent, batch, noise):
+    """Ascent direction of mu and of log diag L, [..., 2A]. At theta_i that of a KL is 0, so it is that of E_q A."""
+    policy_loss = script.parametric_losses(agent, batch, noise, args)[1]
+    of_mean, of_raw = torch.autograd.grad(-policy_loss, (agent.policy.mu, agent.policy.raw))
+    return torch.cat([of_mean, of_raw.diagonal(dim1=-2, dim2=-1)], -1).squeeze(1)
+
+
+def gradients_of_states(score, mean, cholesky, states, **changes):
+    """An estimate of the gradient from each state, [states, 2A]: their mean is what it tends to, the rest its noise."""
+    changes |= dict(apart=states, normalise_advantage=False)
+    return states * policy_gradient(*bandit(score, mean, cholesky, states, **changes))
+
+
+def one_dimension():
+    """Q = 0.7 a under N(0.3, 0.5^2)."""
+    w, mean, std = torch.tensor([0.7, 0.3, 0.5], dtype=torch.float64).split(1)
+    return linear(w), mean, std.unsqueeze(0)
+
+
+@gradients
+@pytest.mark.parametrize("samples, used", [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1)])
+def test_the_baseline_leaves_the_expected_gradient_as_it_is_exactly(gradient, samples, used):
+    """One action dimension, so that quadrature over the two or three actions drawn is an exact expectation."""
+    score, mean, cholesky = one_dimension()
+    drawn = max(samples, 2)
+    z, log_weights = quadrature(drawn, nodes=6)
+    noise = z.reshape(-1, 1, drawn, 1)
+    args, agent, batch, noise = bandit(score, mean, cholesky, len(z), noise, num_samples=samples, policy_samples=used,
+                                       normalise_advantage=False, gradient=gradient, constant=50.0)  # fmt: skip
+    batch = batch._replace(valid=log_weights.exp().unsqueeze(-1))  # masked_mean is then the weighted mean
+    close(policy_gradient(args, agent, batch, noise), [[0.7, 0.0]], 1e-8)
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_the_plain_mean_over_the_same_samples_would_shrink_the_gradient_by_one_over_m(samples):
+    score, mean, cholesky = one_dimension()
+    mean, cholesky = leaves(mean, cholesky)
+    z, log_weights = quadrature(samples, nodes=6)
+    action = (mean + z.unsqueeze(-1) @ cholesky.mT).detach()
+    scores, log_q = score(action), script.samples_log_prob(mean, cholesky, action)
+    for advantage, factor in (
+        (scores - scores.mean(-1, keepdim=True), 1 - 1 / samples),
+        (script.leave_one_out_advantage(scores), 1.0),
+    ):
+        expected = (script.likelihood_ratio_objective(advantage, log_q) * log_weights.exp()).sum()
+        (of_mean,) = torch.autograd.grad(expected, mean, retain_graph=True)
+        assert of_mean.item() == pytest.approx(0.7 * factor, rel=1e-9)
+
+
+def quadratic_case(seed):
+    """Q, mean, factor, and the exact gradient of mu and of log diag L."""
+    generator = numbers(seed)
+    (mean, cholesky), centre, hessian = random_gaussian(generator), normal(generator, 2), random_hessian(generator)
+    exact = torch.cat([hessian @ (centre - mean), -(hessian @ cholesky).diagonal() * cholesky.diagonal()])
+    return quadratic(centre, hessian), mean, cholesky, exact
+
+
+@pytest.mark.parametrize("samples, used", [(1, 0), (2, 0), (20, 0), (20, 1)])
+def test_the_measured_gradient_is_the_exact_one_for_few_and_many_samples(samples, used):
+    score, mean, cholesky, exact = quadratic_case(seed=1)
+    changes = dict(num_samples=samples, policy_samples=used, constant=3.0)
+    found = gradients_of_states(score, mean, cholesky, states=100_000, **changes)
+    error = found.std(0) / len(found) ** 0.5
+    assert ((found.mean(0) - exact).abs() < 4 * error).all()
+    shrunk = exact * (1 - 1 / samples)  # what the mean over the same samples for a baseline would give
+    assert used or ((shrunk - exact).abs() > 6 * error).any()
+
+
+def test_the_baseline_of_a_sample_is_the_mean_over_the_others():
+    scores = normal(numbers(2), 3, 5)
+    advantage = script.leave_one_out_advantage(scores)
+    for m in range(5):
+        others = [scores[:, n] for n in range(5) if n != m]
+        close(advantage[:, m], scores[:, m] - sum(others) / 4)
+
+
+@pytest.mark.parametrize("samples", [2, 20])
+def test_the_baseline_lowers_the_variance_on_q_plus_a_large_constant(samples):
+    """Measured on Q = w a + 100: with the baseline the constant is gone, without it the noise is all its own."""
+    score, mean, cholesky = one_dimension()
+    z = normal(numbers(3), 20_000, samples, 1)
+    variance = {}
+    for name, baseline in (("none", lambda scores: scores), ("leave one out", script.leave_one_out_advantage)):
+        for constant in (0.0, 100.0):
+            mu, factor = leaves(mean.expand(len(z), 1), cholesky.expand(len(z), 1, 1))
+            action = (mu.unsqueeze(-2) + z @ factor.mT).detach()
+            log_q = script.samples_log_prob(mu, factor, action)
+            script.likelihood_ratio_objective(baseline(score(action) + constant), log_q).sum().backward()
+            variance[name, constant] = mu.grad.var().item()
+    assert variance["leave one out", 100.0] == pytest.approx(variance["leave one out", 0.0], rel=1e-9)
+    assert variance["none", 100.0] > 10_000 * variance["leave one out", 100.0]
+
+
+@gradients
+def test_with_more_samples_the_gradient_comes_to_the_exact_one_as_one_over_the_root_of_m(gradient):
+    score, mean, cholesky, exact = quadratic_case(seed=4)
+    errors = {}
+    for samples in (100, 10_000):
+        found = gradients_of_states(score, mean, cholesky, states=60, num_samples=samples, gradient=gradient)
+        errors[samples] = (found - exact).square().mean().sqrt().item()
+    assert errors[10_000] < 0.05 * exact.abs().max()
+    assert errors[100] / errors[10_000] == pytest.approx(10, rel=0.3)
+
+
+# ------------------------------------------------------------------------------------------- KL(q || pi_i) in two parts
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 4))
+def test_the_two_parts_are_the_printed_ones_with_sigma_i_and_sum_to_the_kl_from_q_to_pi_i(seed, size):
+    generator = numbers(seed)
+    (mean_i, cholesky_i), (mean, cholesky) = (random_gaussian(generator, size=size) for _ in range(2))
+    c_mu, c_sigma = script.e_step_constraints(mean_i, cholesky_i, mean, cholesky)
+    pi_i, q = MultivariateNormal(mean_i, scale_tril=cholesky_i), MultivariateNormal(mean, scale_tril=cholesky)
+    close(c_mu + c_sigma, kl_divergence(q, pi_i), 1e-7)
+    sigma_i, sigma, change = (x.numpy() for x in (cholesky_i @ cholesky_i.mT, cholesky @ cholesky.mT, mean - mean_i))
+    inverse, log_ratio = np.linalg.inv(sigma_i), math.log(np.linalg.det(sigma_i) / np.linalg.det(sigma))
+    close(c_mu, 0.5 * change @ inverse @ change, 1e-7)
+    close(c_sigma, 0.5 * (np.trace(inverse @ sigma) - size + log_ratio), 1e-7)
+
+
+def test_the_e_steps_kl_is_not_the_m_steps():
+    """Algorithm 2 bounds KL(pi_i || pi). Widening and narrowing by a factor of two exchange their prices."""
+    mean, narrow, wide = torch.zeros(1).double(), torch.tensor([[1.0]]).double(), torch.tensor([[2.0]]).double()
+    widen, shrink = 2.0 - 0.5 - math.log(2), 0.125 - 0.5 + math.log(2)
+    assert sum(script.e_step_constraints(mean, narrow, mean, wide)).item() == pytest.approx(widen, rel=1e-9)
+    assert sum(script.e_step_constraints(mean, wide, mean, narrow)).item() == pytest.approx(shrink, rel=1e-9)
+    d, p = script.whiten(mean, narrow, mean, wide)  # the M-step's order, from pi_i = narrow to pi = wide
+    assert (script.kl_mean(d) + script.kl_covariance(p)).item() == pytest.approx(shrink, rel=1e-9)
+    generator = numbers(5)
+    (mean_i, cholesky_i), (mean, cholesky) = (random_gaussian(generator) for _ in range(2))
+    pi_i, q = MultivariateNormal(mean_i, scale_tril=cholesky_i), MultivariateNormal(mean, scale_tril=cholesky)
+    here, there = kl_divergence(q, pi_i).item(), kl_divergence(pi_i, q).item()
+    found = sum(script.e_step_constraints(mean_i, cholesky_i, mean, cholesky)).item()
+    assert found == pytest.approx(here, rel=1e-9) and abs(found - there) > 0.1 * there
+
+
+def test_each_part_is_zero_where_only_the_other_moves():
+    generator = numbers(6)
+    (mean_i, cholesky_i), (mean, cholesky) = (random_gaussian(generator) for _ in range(2))
+    c_mu, c_sigma = script.e_step_constraints(mean_i, cholesky_i, mean_i, cholesky)
+    assert c_mu == 0 and c_sigma > 0.01
+    c_mu, c_sigma = script.e_step_constraints(mean_i, cholesky_i, mean, cholesky_i)
+    assert c_mu > 0.01 and abs(c_sigma) < 1e-12
+
+
+# ----------------------------------------------------------------------------------- where the E-step ends, on a bandit
+def ascend(args, agent, batch, noise, steps=700, rate=0.05):
+    """Descent-ascent on the losses of the script, as update does it; the rate decays so that it comes to rest."""
+    parameters = [*agent.policy.parameters(), *agent.multipliers()]
+    optimiser = torch.optim.Adam(parameters, lr=rate, betas=(0.5, 0.9))
+    for step in range(steps):
+        optimiser.param_groups[0]["lr"] = rate * 0.99 ** max(0, step - steps // 3)
+        _, policy_loss, multiplier_loss, seen = script.parametric_losses(agent, batch, noise, args)
+        optimiser.zero_grad()
+        (policy_loss + multiplier_loss).backward()
+        optimiser.step()
+    mean, cholesky = (x[0, 0].detach() for x in agent.policy(batch.state[:1, :1]))
+    return seen, mean, cholesky @ cholesky.mT
+
+
+def integration_noise(size=ACTION_SIZE, nodes=3):
+    """Two actions in each state [states, 1, 2, A], and weights for a mean over states that is an integral over both."""
+    z, log_weights = quadrature(2 * size, nodes)
+    return z.reshape(-1, 1, 2, size), log_weights.exp().unsqueeze(-1)
+
+
+@gradients
+@pytest.mark.parametrize("binding", ["both", "mean", "covariance"])
+def test_a_binding_bound_has_a_positive_multiplier_and_a_slack_one_none(gradient, binding):
+    """Quadratic Q has a top for the mean, and no covariance narrow enough: only its bound holds that. For linear Q the
+    mean has no end, and the covariance no reason to move."""
+    generator = numbers(8)
+    mean_i, cholesky_i = random_gaussian(generator)
+    centre, hessian = mean_i + 1, random_hessian(generator)
+    score = linear(normal(generator, 2)) if binding == "mean" else quadratic(centre, hessian)
+    noise, weights = integration_noise()
+    epsilon_mu, epsilon_sigma = 10.0 if binding == "covariance" else 0.02, 0.01
+    changes = dict(epsilon_mu=epsilon_mu, epsilon_sigma=epsilon_sigma, normalise_advantage=False, gradient=gradient)
+    args, agent, batch, noise = bandit(score, mean_i, cholesky_i, len(noise), noise, num_samples=2, **changes)
+    seen, mean, sigma = ascend(args, agent, batch._replace(valid=weights), noise)
+
+    eta_mu, eta_sigma = agent.log_eta_mu.exp().item(), agent.log_eta_sigma.exp().item()
+    if binding == "covariance":
+        assert seen["c_mu"].item() < epsilon_mu / 2 and eta_mu < 1e-3
+        close(mean, centre, 1e-2)
+    else:
+        assert seen["c_mu"].item() == pytest.approx(epsilon_mu, rel=1e-2) and eta_mu > 0.1
+    if binding == "mean":
+        assert seen["c_sigma"].item() < epsilon_sigma / 2 and eta_sigma < 1e-3
+        close(sigma, cholesky_i @ cholesky_i.mT, 1e-6)
+    else:
+        assert seen["c_sigma"].item() == pytest.approx(epsilon_sigma, rel=1e-2) and eta_sigma > 0.1
+    if binding == "both":
+        best_mean, best_sigma = constrained_optimum(centre, hessian, mean_i, cholesky_i, epsilon_mu, epsilon_sigma)
+        close(mean, best_mean, 3e-3)
+        close(sigma, best_sigma, 3e-3)
+
+
+def constrained_optimum(centre, hessian, mean_i, cholesky_i, epsilon_mu, epsilon_sigma):
+    """The E-step's program for quadratic Q in numpy, over mu and the three entries of L."""
+    centre, hessian, mean_i, l_i = (x.numpy() for x in (centre, hessian, mean_i, cholesky_i))
+    inverse_i = np.linalg.inv(l_i @ l_i.T)
+
+    def unpack(x):
+        factor = np.array([[x[2], 0], [x[3], x[4]]])
+        return x[:2], factor @ factor.T
+
+    def objective(x):
+        mean, sigma = unpack(x)
+        return 0.5 * (mean - centre) @ hessian @ (mean - centre) + 0.5 * np.trace(hessian @ sigma)
+
+    def room(x):
+        mean, sigma = unpack(x)
+        c_sigma = 0.5 * (np.trace(inverse_i @ sigma) - 2 - np.log(np.linalg.det(inverse_i @ sigma)))
+        return [epsilon_mu - 0.5 * (mean - mean_i) @ inverse_i @ (mean - mean_i), epsilon_sigma - c_sigma]
+
+    start = [*mean_i, l_i[0, 0], l_i[1, 0], l_i[1, 1]]
+    options = {"ftol": 1e-12, "maxiter": 500}
+    found = minimize(objective, start, method="SLSQP", constraints={"type": "ineq", "fun": room}, options=options)
+    assert found.success
+    return unpack(found.x)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e3])
+def test_with_the_advantage_in_standard_deviations_linear_q_of_any_scale_has_the_multiplier_of_the_bound(scale):
+    """mu - mu_i = Sigma_i w / (eta_mu |L^T w|), so C_mu = 1 / (2 eta_mu^2), which is epsilon_mu."""
+    generator = numbers(9)
+    (mean_i, cholesky_i), w = random_gaussian(generator), scale * normal(generator, 2)
+    noise, weights = integration_noise()
+    changes = dict(num_samples=2, epsilon_mu=0.1, epsilon_sigma=0.01)
+    args, agent, batch, noise = bandit(linear(w), mean_i, cholesky_i, len(noise), noise, **changes)
+    seen, _, sigma = ascend(args, agent, batch._replace(valid=weights), noise)
+    assert seen["advantage_std"].item() == pytest.approx((cholesky_i.mT @ w).norm().item(), rel=1e-6)
+    assert seen["c_mu"].item() == pytest.approx(0.1, rel=1e-3)
+    assert agent.log_eta_mu.exp().item() == pytest.approx(1 / math.sqrt(2 * 0.1), rel=1e-3)
+    close(sigma, cholesky_i @ cholesky_i.mT, 1e-6)
+
+
+def test_without_bounds_the_entropy_bonus_ends_at_the_top_of_q_with_its_scale_over_h_for_covariance():
+    """E_q Q + alpha H(q) = const - 1/2 tr(H Sigma) + alpha/2 ln det Sigma is greatest at Sigma = alpha H^-1."""
+    generator = numbers(10)
+    (mean_i, cholesky_i), centre, hessian = random_gaussian(generator), normal(generator, 2), random_hessian(generator)
+    noise, weights = integration_noise()
+    args, agent, batch, noise = bandit(
+        quadratic(centre, hessian), mean_i, cholesky_i, len(noise), noise,
+        num_samples=2, constraint="entropy", entropy_scale=0.3,
+    )  # fmt: skip
+    _, mean, sigma = ascend(args, agent, batch._replace(valid=weights), noise)
+    close(mean, centre, 1e-3)
+    close(sigma, 0.3 * hessian.inverse(), 1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------- the learner
+def learner(**changes):
+    args = small_args(script, **(dict(batch_size=len(LENGTHS), epsilon_mu=0.05, epsilon_sigma=0.02) | changes))
+    agent = small_agent(script, args)
+    batch, _ = random_batch(script, args, agent, LENGTHS, TERMINATED)
+    shape = (*batch.reward.shape, max(args.num_samples, 2), ACTION_SIZE)
+    return args, agent, batch, normal(numbers(1), *shape)
+
+
+@gradients
+@constraints
+@pytest.mark.parametrize("loss, reached", [*enumerate(["critic.", "policy.", "log_eta_"])])
+def test_each_loss_reaches_its_own_parameters_and_no_others(gradient, constraint, loss, reached):
+    args, agent, batch, noise = learner(gradient=gradient, constraint=constraint)
+    value = script.parametric_losses(agent, batch, noise, args)[loss]
+    if loss == 2 and constraint == "entropy":
+        assert value.item() == 0 and not value.requires_grad  # there is nothing to multiply
+        return
+    value.backward()
+    for name, parameter in agent.named_parameters():
+        gradient = 0.0 if parameter.grad is None else parameter.grad.abs().max().item()
+        assert (gradient > 0) == name.startswith(reached), name
+
+
+def test_each_multiplier_moves_by_what_its_own_bound_leaves_over():
+    args, agent, batch, noise = learner()
+    _, _, loss, seen = script.parametric_losses(agent, batch, noise, args)
+    loss.backward()
+    for name, left_over in (("mu", args.epsilon_mu - seen["c_mu"]), ("sigma", args.epsilon_sigma - seen["c_sigma"])):
+        log_multiplier = getattr(agent, f"log_eta_{name}")
+        assert log_multiplier.grad.item() == pytest.approx((log_multiplier.exp() * left_over).item(), rel=1e-9)
+
+
+@constraints
+def test_retrace_evaluates_the_current_policy_and_the_target_policy_has_no_part_in_it(constraint):
+    args, agent, batch, noise = learner(constraint=constraint)
+    before = script.parametric_losses(agent, batch, noise, args)
+    agent.target_policy.mean.bias.data += 0.1
+    after = script.parametric_losses(agent, batch, noise, args)
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1]) == (constraint == "entropy")  # which also has no use for it anywhere else
+    agent.policy.mean.bias.data += 0.1
+    assert not torch.equal(after[0], script.parametric_losses(agent, batch, noise, args)[0])
+
+
+def test_v_keeps_all_its_samples_where_the_gradient_has_a_single_one():
+    args, agent, batch, noise = learner()
+    single = dataclasses.replace(args, policy_samples=1)
+    critic, policy, *_ = script.parametric_losses(agent, batch, noise, args)
+    critic_1, policy_1, *_ = script.parametric_losses(agent, batch, noise, single)
+    assert torch.equal(critic, critic_1) and not torch.equal(policy, policy_1)
+    noise[..., -1, :] += 1  # V and the baseline see the last action, the gradient's log q does not
+    assert not torch.equal(critic, script.parametric_losses(agent, batch, noise, single)[0])
+
+
+@gradients
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_normalised_gradient_does_not_feel_the_scale_of_the_reward(gradient, normalise):
+    args, agent, batch, noise = learner(normalise_advantage=normalise, gradient=gradient)
+    agent.target_policy.load_state_dict(agent.policy.state_dict())  # no gradient of the bounds
+    found = []
+    for factor in (1, 1000):
+        agent.target_critic.value.weight.data *= factor
+        loss = script.parametric_losses(agent, batch, noise, args)[1]
+        found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(agent.policy.parameters()))]))
+    close(found[1], found[0] * (1 if normalise else 1000), 1e-8)
+
+
+def test_a_critic_that_tells_nothing_apart_moves_nothing_and_stays_finite():
+    args, agent, batch, noise = learner()
+    agent.target_policy.load_state_dict(agent.policy.state_dict())
+    agent.target_critic.value.weight.data.zero_()
+    loss = script.parametric_losses(agent, batch, noise, args)[1]
+    for gradient in torch.autograd.grad(loss, list(agent.policy.parameters())):
+        assert gradient.abs().max() < 1e-9
+
+
+def test_the_m_step_is_an_exact_copy():
+    args, agent, batch, noise = learner()
+    optimiser = torch.optim.Adam([p for p in agent.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(3):
+        seen = script.update(agent, optimiser, script.parametric_losses, batch, noise, args)[1]
+    assert seen["c_mu"] > 0 and seen["c_sigma"] > 0
+    agent.copy_targets()  # theta_{i+1} = theta^q
+    for theta, theta_i in zip(agent.policy.parameters(), agent.target_policy.parameters()):
+        assert torch.equal(theta, theta_i)
+    state = normal(numbers(11), 50, STATE_SIZE)
+    (mean, cholesky), (mean_i, cholesky_i) = agent.policy(state), agent.target_policy(state)
+    assert torch.equal(mean, mean_i) and torch.equal(cholesky, cholesky_i)
+    seen = script.parametric_losses(agent, batch, noise, args)[3]
+    assert seen["c_mu"] < 1e-20 and abs(seen["c_sigma"]) < 1e-12
+
+
+# ----------------------------------------------------------------------------------------- a slow second implementation
+def slow_losses(agent, batch, noise, args):
+    """Algorithm 3 state by state: densities by scipy, inverses, determinants, double sums."""
+    batch = type(batch)(*(x.numpy() for x in batch))
+
+    def gaussian(network, s):
+        mean, cholesky = (x.detach().numpy() for x in network(torch.as_tensor(s)))
+        return mean, cholesky, cholesky @ cholesky.T
+
+    def score(network, s, a):
+        return network(torch.as_tensor(s), torch.as_tensor(a)).item()
+
+    def log_density(a, mean, sigma):
+        return multivariate_normal(mean, sigma).logpdf(a)
+
+    def scored(s, z):
+        mean, cholesky, _ = gaussian(agent.policy, s)
+        actions = [mean + cholesky @ z_m for z_m in z.numpy()]
+        return actions, [score(agent.target_critic, s, a) for a in actions]
+
+    used = args.policy_samples or args.num_samples
+    errors, improvements, variances, c_mus, c_sigmas, entropies = [], [], [], [], [], []
+    for b, steps in enumerate(batch.valid.sum(1).astype(int)):
+        s, a = batch.state[b], batch.action[b]
+        for t in range(steps):
+            target = score(agent.target_critic, s[t], a[t])
+            for j in range(t, steps):
+                c = 1.0
+                for k in range(t + 1, j + 1):
+                    mean, _, sigma = gaussian(agent.policy, s[k])
+                    c *= min(1, math.exp(log_density(a[k], mean, sigma) - batch.behaviour_log_prob[b, k]))
+                value = np.mean(scored(s[j + 1], noise[b, j])[1][: args.num_samples])
+                value = 0.0 if batch.terminated[b, j] else value
+                delta = batch.reward[b, j] + args.gamma * value - score(agent.target_critic, s[j], a[j])
+                target += args.gamma ** (j - t) * c * delta
+            errors.append((score(agent.critic, s[t], a[t]) - target) ** 2)
+
+        for t in range(steps):
+            if batch.terminated[b, t]:
+                continue  # nobody acts in a terminal state
+            mean_i, _, sigma_i = gaussian(agent.target_policy, s[t + 1])
+            mean, _, sigma = gaussian(agent.policy, s[t + 1])
+            actions, scores = scored(s[t + 1], noise[b, t])
+            advantage = [x - np.mean(scores[:m] + scores[m + 1 :]) for m, x in enumerate(scores)]
+            variances.append(np.var(scores, ddof=1))
+            if args.gradient == "likelihood-ratio":
+                terms = [advantage[m] * log_density(actions[m], mean, sigma) for m in range(used)]
+            else:
+                terms = scores[:used]
+            improvements.append(np.mean(terms))
+            inverse, change = np.linalg.inv(sigma_i), mean - mean_i
+            c_mus.append(0.5 * change @ inverse @ change)
+            log_ratio = math.log(np.linalg.det(sigma_i) / np.linalg.det(sigma))
+            c_sigmas.append(0.5 * (np.trace(inverse @ sigma) - len(mean) + log_ratio))
+            entropies.append(multivariate_normal(mean, sigma).entropy())
+
+    critic_loss, improvement = np.mean(errors), np.mean(improvements)
+    if args.constraint == "entropy":
+        return critic_loss, -(improvement + args.entropy_scale * np.mean(entropies)), 0.0
+    if args.normalise_advantage:
+        improvement = improvement / math.sqrt(np.mean(variances))
+    eta_mu, eta_sigma = agent.log_eta_mu.exp().item(), agent.log_eta_sigma.exp().item()
+    bounds = eta_mu * (args.epsilon_mu - np.mean(c_mus)) + eta_sigma * (args.epsilon_sigma - np.mean(c_sigmas))
+    return critic_loss, -(improvement + bounds), bounds
+
+
+MODES = {
+    "default": {},
+    "paper": dict(normalise_advantage=False),
+    "reparameterised": dict(gradient="reparameterised"),
+    "EPG": dict(constraint="entropy"),
+    "EPG reparameterised": dict(constraint="entropy", gradient="reparameterised"),
+    "actor-critic": dict(constraint="entropy", policy_samples=1),
+    "one sample": dict(num_samples=1),
+    "two of four samples": dict(policy_samples=2, gradient="reparameterised"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_three_losses_are_those_of_a_slow_second_implementation(mode):
+    args, agent, batch, noise = learner(gamma=0.9, entropy_scale=0.2, **MODES[mode])
+    fast = script.parametric_losses(agent, batch, noise, args)
+    slow = slow_losses(agent, batch, noise, args)
+    assert [x.item() for x in fast[:3]] == pytest.approx(slow, rel=1e-9)
+    trace = fast[3]["trace"][:, :-1][batch.valid[:, 1:] > 0]
+    assert (trace == 1).any() and ((trace > 0.1) & (trace < 0.9)).any()  # clipped and unclipped traces were both there
