@@ -75,7 +75,7 @@ class Environment:
 class Algorithm:
     gamma: float = 0.99  # gamma, the discount (paper: 0.99)
     epsilon: float = 0.1  # epsilon, the E-step's bound on KL(q || pi_i) (paper: 0.1)
-    epsilon_mu: float = 0.1  # epsilon_mu, the M-step's bound on the change of the mean (paper: 0.1)
+    epsilon_mu: float = 5e-3  # epsilon_mu, the M-step's bound on the change of the mean (paper: 0.1)
     epsilon_sigma: float = 1e-4  # epsilon_Sigma, the M-step's bound on the change of the covariance (paper: 1e-4)
     decoupling: Literal["paper", "followup", "joint"] = "paper"  # how the M-step's KL is split; joint: <= epsilon_mu
     covariance: Literal["full", "diagonal"] = "full"  # covariance of the Gaussian policy (paper: full)
@@ -91,7 +91,7 @@ class Algorithm:
 @dataclass
 class Optimisation:
     learning_rate: float = 5e-4  # Adam's rate for policy and critic (paper: 5e-4)
-    multiplier_rate: float = 1e-2  # Adam's rate for the logarithms of the multipliers eta
+    multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
     batch_size: int = 32  # B, the windows in a gradient step
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
     updates_per_step: float = (
@@ -133,7 +133,7 @@ class Args(Experiment, Environment, Algorithm, Optimisation, RunControl):
         return cls(**{name: value for group in groups for name, value in vars(group).items()})
 
 
-PAPER = {"updates_per_step": 1.0, "target_period": 1000}  # what --paper sets: the printed values we depart from
+PAPER = {"epsilon_mu": 0.1, "updates_per_step": 1.0, "target_period": 1000}  # what --paper sets: printed, not our default
 POSITIVE = "total_timesteps epsilon epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
 POSITIVE += " min_std learning_rate multiplier_rate batch_size trajectories updates_per_step target_period buffer_size"
 POSITIVE += " max_grad_norm eval_episodes"
