@@ -133,7 +133,7 @@ class Args(Experiment, Environment, Algorithm, Optimisation, RunControl):
         return cls(**{name: value for group in groups for name, value in vars(group).items()})
 
 
-PAPER = {"epsilon_mu": 0.1, "updates_per_step": 1.0, "target_period": 1000}  # what --paper sets: printed, not our default
+PAPER = {"epsilon_mu": 0.1, "updates_per_step": 1.0, "target_period": 1000}  # what --paper restores
 POSITIVE = "total_timesteps epsilon epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
 POSITIVE += " min_std learning_rate multiplier_rate batch_size trajectories updates_per_step target_period buffer_size"
 POSITIVE += " max_grad_norm eval_episodes"
