@@ -79,7 +79,7 @@ class Environment:
 @dataclass
 class ParametricAlgorithm:
     gamma: float = 0.99  # gamma, the discount (paper: 0.99)
-    epsilon_mu: float = 0.1  # epsilon_mu, the E-step's bound on the change of the mean (paper: 0.1)
+    epsilon_mu: float = 5e-3  # epsilon_mu, the E-step's bound on the change of the mean (paper: 0.1)
     epsilon_sigma: float = 1e-4  # epsilon_Sigma, the E-step's bound on the change of the covariance (paper: 1e-4)
     constraint: Literal["kl", "entropy"] = "kl"  # entropy: no bounds, a bonus on entropy instead (paper: EPG + Retrace)
     entropy_scale: float = 0.01  # weight of that bonus, in units of the reward
@@ -99,7 +99,7 @@ class ParametricAlgorithm:
 @dataclass
 class Optimisation:
     learning_rate: float = 5e-4  # Adam's rate for policy and critic (paper: 5e-4)
-    multiplier_rate: float = 1e-2  # Adam's rate for the logarithms of the multipliers eta
+    multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
     batch_size: int = 32  # B, the windows in a gradient step
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
     updates_per_step: float = (
@@ -141,10 +141,11 @@ class Args(Experiment, Environment, ParametricAlgorithm, Optimisation, RunContro
         return cls(**{name: value for group in groups for name, value in vars(group).items()})
 
 
-PAPER = {"updates_per_step": 1.0, "target_period": 1000, "normalise_advantage": False}  # what --paper sets
+PAPER = {"epsilon_mu": 0.1, "updates_per_step": 1.0, "target_period": 1000, "normalise_advantage": False}
 POSITIVE = "total_timesteps epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
 POSITIVE += " min_std learning_rate multiplier_rate batch_size trajectories updates_per_step target_period buffer_size"
 POSITIVE += " max_grad_norm eval_episodes"
+ORDERED = [("window", "buffer_size"), ("min_std", "initial_std")]  # the first must be less than the second
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -348,9 +349,13 @@ def likelihood_ratio_objective(advantage, log_prob):
     return (advantage.detach() * log_prob).mean(-1)
 
 
-def gaussian_entropy(cholesky):
-    """-E log N(a; mu, L L^T) = ln det L + A/2 ln 2 pi e. [..., A, A] -> [...]."""
-    return log_det(cholesky) + 0.5 * cholesky.shape[-1] * math.log(2 * math.pi * math.e)
+def entropy_bonus(cholesky):
+    """The entropy, each dimension's given those before it, none above ln 2: the uniform's on [-1, 1]. -> [...].
+
+    Beyond the action range, where actions are clipped, entropy is to be had for nothing: uncapped, it grew for ever.
+    """
+    conditional = cholesky.diagonal(dim1=-2, dim2=-1).log() + 0.5 * math.log(2 * math.pi * math.e)
+    return conditional.clamp(max=math.log(2)).sum(-1)
 
 
 def whiten(mean_i, cholesky_i, mean, cholesky):
@@ -448,28 +453,26 @@ class Replay:
 # Learner: one gradient step, in the order of the paper's Algorithm 3.
 # ---------------------------------------------------------------------------------------------------------------------
 def parametric_losses(agent, batch, noise, args):
-    """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T, max(M, 2), A]."""
-    state, next_state = batch.state[:, :-1], batch.state[:, 1:]
+    """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T+1, M, A], M > 1."""
     discount = args.gamma * (1 - batch.terminated)  # a termination bootstraps nothing, a time limit does
-    alive = batch.valid * (1 - batch.terminated)  # [B, T], states s_{t+1} from which one can act
+    alive = F.pad(batch.valid * (1 - batch.terminated), (1, 0), value=1.0)  # [B, T+1], states from which one can act
 
-    # M actions of q, which is the current policy, for each of s_1 .. s_T, scored once by Q'. Retrace evaluates that
+    # M actions of q, which is the current policy, for each of s_0 .. s_T, scored once by Q'. Retrace evaluates that
     # same policy, in V as in the traces, so one set of scores serves V in Retrace and A in the E-step. (In Algorithm 2
     # both are pi_i's. Were Retrace to evaluate pi_i here, it would need samples of its own.)
-    mean, cholesky = agent.policy(next_state)
+    mean, cholesky = agent.policy(batch.state)
     sampled = mean.unsqueeze(-2) + noise @ cholesky.mT  # a = mu + L z
     if args.gradient == "likelihood-ratio":
-        sampled = sampled.detach()  # no gradient through the samples, and none through Q'
-    scores = agent.target_critic(next_state, sampled)  # [B, T, M]
+        sampled = sampled.detach()  # no gradient through the samples, and so none through Q'
+    scores = agent.target_critic(batch.state, sampled)  # [B, T+1, M]
     with torch.no_grad():
-        log_prob = gaussian_log_prob(mean[:, :-1], cholesky[:, :-1], batch.action[:, 1:])
+        log_prob = gaussian_log_prob(mean[:, 1:-1], cholesky[:, 1:-1], batch.action[:, 1:])
         trace = trace_coefficient(log_prob, batch.behaviour_log_prob[:, 1:]) * batch.valid[:, 1:]
-        v_next, trace = scores[..., : args.num_samples].mean(-1), F.pad(trace, (0, 1))
-        q_i = agent.target_critic(state, batch.action)
-        target = retrace(q_i, v_next, batch.reward, discount, trace)
+        q_i, v_next = agent.target_critic(batch.state[:, :-1], batch.action), scores[:, 1:, : args.num_samples].mean(-1)
+        target = retrace(q_i, v_next, batch.reward, discount, F.pad(trace, (0, 1)))
 
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
-    q = agent.critic(state, batch.action)
+    q = agent.critic(batch.state[:, :-1], batch.action)
     critic_loss = masked_mean((q - target).square(), batch.valid)
 
     # E-step gradient: E_q A(s,a), from the first N of the M actions
@@ -486,20 +489,19 @@ def parametric_losses(agent, batch, noise, args):
     # L(theta, eta_mu, eta_sigma). A has the unit of the reward, a KL has none. With A in standard deviations the
     # multipliers that keep the bounds are the same for every task: eta_mu = 1 / sqrt(2 epsilon_mu) where Q' is linear.
     with torch.no_grad():
-        mean_i, cholesky_i = agent.target_policy(next_state)
+        mean_i, cholesky_i = agent.target_policy(batch.state)
     c_mu, c_sigma = (masked_mean(c, alive) for c in e_step_constraints(mean_i, cholesky_i, mean, cholesky))
-    entropy = masked_mean(gaussian_entropy(cholesky), alive)
     if args.constraint == "kl":
         unit = advantage_std.clamp(min=1e-6) if args.normalise_advantage else 1.0
         of_mu = lagrangian(agent.log_eta_mu.exp(), args.epsilon_mu, c_mu)
         of_sigma = lagrangian(agent.log_eta_sigma.exp(), args.epsilon_sigma, c_sigma)
         multiplier_loss, policy_loss = of_mu[0] + of_sigma[0], -(improvement / unit + of_mu[1] + of_sigma[1])
     else:
-        multiplier_loss, policy_loss = torch.zeros_like(entropy), -(improvement + args.entropy_scale * entropy)
+        bonus = args.entropy_scale * masked_mean(entropy_bonus(cholesky), alive)
+        multiplier_loss, policy_loss = torch.zeros_like(bonus), -(improvement + bonus)
 
     seen = {"trace": trace, "alive": alive, "valid": batch.valid, "q": q, "target": target, "scores": scores}
-    seen |= {"advantage_std": advantage_std, "entropy": entropy, "mean": mean, "cholesky": cholesky}
-    seen |= {"c_mu": c_mu, "c_sigma": c_sigma}
+    seen |= {"advantage_std": advantage_std, "mean": mean, "cholesky": cholesky, "c_mu": c_mu, "c_sigma": c_sigma}
     return critic_loss, policy_loss, multiplier_loss, {name: x.detach() for name, x in seen.items()}
 
 
@@ -533,14 +535,14 @@ def parametric_diagnostics(agent, seen, args):
         "eta_sigma": agent.log_eta_sigma.exp(),
         "kl_mu_relative": seen["c_mu"] / args.epsilon_mu,
         "kl_sigma_relative": seen["c_sigma"] / args.epsilon_sigma,
-        "trace": masked_mean(seen["trace"][:, :-1], seen["valid"][:, 1:]),
+        "trace": masked_mean(seen["trace"], seen["valid"][:, 1:]),
         "advantage_std": seen["advantage_std"],
-        "entropy": seen["entropy"],
+        "entropy": masked_mean(log_det(seen["cholesky"]), alive) + 0.5 * std.shape[-1] * math.log(2 * math.pi * math.e),
         "std_mean": masked_mean(std.mean(-1), alive),
         "std_min": std.min(),
         "std_max": std.max(),
         "mean_outside": masked_mean((seen["mean"].abs() > 1).float().mean(-1), alive),
-        "q_std_over_actions": masked_mean(seen["scores"].std(-1), alive),
+        "q_std_over_actions": masked_mean(seen["scores"].std(-1, correction=0), alive),
         "q_mean": q[valid].mean(),
         "q_min": q[valid].min(),
         "q_max": q[valid].max(),
@@ -739,7 +741,8 @@ def resolve(args):
     """The settings in force: the saved run's with --resume or --evaluate, the paper's with --paper, else the user's."""
     folder = args.resume or args.evaluate
     if not folder:
-        return dataclasses.replace(args, **PAPER) if args.paper else args
+        printed = {name: value for name, value in PAPER.items() if getattr(args, name) == getattr(Args(), name)}
+        return dataclasses.replace(args, **printed) if args.paper else args
     saved, default = read_args(folder), Args()
     given = {name: value for name, value in vars(args).items() if value != getattr(default, name)}
     if given.get("env_id", saved.env_id) != saved.env_id:
@@ -764,8 +767,10 @@ def validate(args):
             refuse(f"--{name} must be 0 or more, not {value}.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
-    if args.buffer_size <= args.window:
-        refuse(f"--buffer-size must be greater than --window, not {args.buffer_size} with {args.window}.")
+    for less, more in ORDERED:
+        if getattr(args, less) >= getattr(args, more):
+            less, more = less.replace("_", "-"), more.replace("_", "-")
+            refuse(f"--{more} must be greater than --{less}.")
     try:
         torch.zeros(1, device=args.device)
     except Exception:
@@ -870,7 +875,7 @@ def main(args):
             while counters["due"] >= 1 and not stop.asked:
                 batch = Batch(*(x.to(args.device) for x in replay.sample(args.batch_size, args.window)))
                 drawn = max(args.num_samples, 2)  # at M = 1 the second action is the baseline of the first
-                noise = torch.randn(*batch.reward.shape, drawn, sizes["action_size"]).to(args.device)
+                noise = torch.randn(*batch.state.shape[:2], drawn, sizes["action_size"]).to(args.device)
                 metrics, seen = update(agent, optimiser, loss_function, batch, noise, args)
                 counters["due"] -= 1
                 counters["updates"] += 1
