@@ -12,8 +12,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import mpo_continuous  # noqa: E402
+import mpo_parametric  # noqa: E402
 
-SCRIPTS = [mpo_continuous]
+SCRIPTS = [mpo_continuous, mpo_parametric]
 
 torch.set_num_threads(1)
 settings.register_profile("repository", deadline=None, derandomize=True, database=None, max_examples=40)

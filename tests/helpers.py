@@ -55,6 +55,11 @@ def small_agent(script, args, seed=0, apart=0.3):
     return agent
 
 
+def losses_of(script):
+    """The script's function for the losses of one gradient step; where they differ, so do their names."""
+    return getattr(script, "parametric_losses", None) or script.compute_losses
+
+
 def random_batch(script, args, agent, lengths, terminated, seed=0):
     """Windows whose first lengths[b] steps are valid, the last of them terminal where terminated[b], and noise.
 

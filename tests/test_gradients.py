@@ -7,11 +7,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import scripts_with
-from helpers import ACTION_SIZE, STATE_SIZE, alive, make_policy, normal, numbers, random_batch, small_agent, small_args
+from helpers import (
+    ACTION_SIZE,
+    STATE_SIZE,
+    alive,
+    losses_of,
+    make_policy,
+    normal,
+    numbers,
+    random_batch,
+    small_agent,
+    small_args,
+)
 from scipy.stats import multivariate_normal
 
 with_networks = pytest.mark.parametrize("script", scripts_with("Policy", "Critic", "gaussian_log_prob"))
 with_learner = pytest.mark.parametrize("script", scripts_with("m_step_terms", "compute_losses", "update"))
+with_update = pytest.mark.parametrize("script", scripts_with("lagrangian", "update"))
 decouplings = pytest.mark.parametrize("decoupling", ["paper", "followup", "joint"])
 
 LENGTHS, TERMINATED = [4, 4, 3, 2, 1, 1], [False, True, True, False, True, False]
@@ -162,15 +174,15 @@ def test_each_multiplier_moves_by_what_its_own_bound_leaves_over(script, decoupl
         assert log_multiplier.grad.item() == pytest.approx(log_multiplier.exp().item() * left_over, rel=1e-9)
 
 
-@with_learner
+@with_update
 def test_an_update_is_one_step_along_the_gradient_with_each_network_clipped_to_its_own_norm(script):
     args, agent, batch, noise = learner(script, max_grad_norm=1e-3)
-    losses = script.compute_losses(agent, batch, noise, args)[:3]
+    losses = losses_of(script)(agent, batch, noise, args)[:3]
     before = {name: parameter.detach().clone() for name, parameter in agent.named_parameters()}
     sum(losses).backward()
     gradients = {name: p.grad.clone() for name, p in agent.named_parameters() if p.grad is not None}
     optimiser = torch.optim.SGD([p for p in agent.parameters() if p.requires_grad], lr=0.1)
-    values, _ = script.update(agent, optimiser, script.compute_losses, batch, noise, args)
+    values, _ = script.update(agent, optimiser, losses_of(script), batch, noise, args)
 
     assert [values[f"losses/{name}"] for name in ("critic", "policy", "multipliers")] == [x.item() for x in losses]
     for network in ("critic", "policy"):
@@ -184,7 +196,7 @@ def test_an_update_is_one_step_along_the_gradient_with_each_network_clipped_to_i
         torch.testing.assert_close(parameter.detach(), before[name] - step, rtol=1e-6, atol=1e-9)
 
 
-@with_learner
+@with_update
 @pytest.mark.parametrize("entry", ["state", "action", "reward"])
 def test_an_update_that_is_not_finite_is_refused_before_it_changes_anything(script, entry):
     args, agent, batch, noise = learner(script)
@@ -192,7 +204,7 @@ def test_an_update_that_is_not_finite_is_refused_before_it_changes_anything(scri
     before = [parameter.detach().clone() for parameter in agent.parameters()]
     optimiser = torch.optim.Adam([p for p in agent.parameters() if p.requires_grad])
     with pytest.raises(script.NotFinite):
-        script.update(agent, optimiser, script.compute_losses, batch, noise, args)
+        script.update(agent, optimiser, losses_of(script), batch, noise, args)
     assert all(torch.equal(x, y) for x, y in zip(before, agent.parameters()))
 
 

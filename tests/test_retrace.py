@@ -6,12 +6,23 @@ import numpy as np
 import pytest
 import torch
 from conftest import scripts_with
-from helpers import ACTION_SIZE, STATE_SIZE, double, episode, normal, numbers, random_batch, small_agent, small_args
+from helpers import (
+    ACTION_SIZE,
+    STATE_SIZE,
+    double,
+    episode,
+    losses_of,
+    normal,
+    numbers,
+    random_batch,
+    small_agent,
+    small_args,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 with_retrace = pytest.mark.parametrize("script", scripts_with("retrace", "trace_coefficient"))
-with_learner = pytest.mark.parametrize("script", scripts_with("m_step_terms", "compute_losses", "Replay"))
+with_learner = pytest.mark.parametrize("script", scripts_with("lagrangian", "Replay"))
 
 
 def window(seed, b=2, t=5):
@@ -115,7 +126,7 @@ def test_repeated_on_off_policy_data_of_a_tabular_mdp_it_reaches_the_action_valu
 
 # ------------------------------------------------------------------------------------- the ends of episodes and windows
 def learned_constant(script, terminated, length, gamma=0.8):
-    """What a critic that knows only one number learns from episodes of reward 1 by compute_losses' own gradient."""
+    """What a critic that knows only one number learns from episodes of reward 1 by the script's own gradient."""
     args = small_args(script, gamma=gamma)
     agent = small_agent(script, args)
     replay = script.Replay(50, STATE_SIZE, ACTION_SIZE)
@@ -128,7 +139,7 @@ def learned_constant(script, terminated, length, gamma=0.8):
         agent.copy_targets()
         batch = double(replay.sample(args.batch_size, args.window))
         noise = torch.randn(args.batch_size, args.window + 1, args.num_samples, ACTION_SIZE).double()
-        critic_loss = script.compute_losses(agent, batch, noise, args)[0]
+        critic_loss = losses_of(script)(agent, batch, noise, args)[0]
         (gradient,) = torch.autograd.grad(critic_loss, agent.critic.value.bias)
         with torch.no_grad():
             agent.critic.value.bias -= gradient / 2  # to the mean of the targets, the minimum of the squared loss
@@ -149,7 +160,7 @@ def test_a_termination_bootstraps_nothing_so_one_reward_is_worth_one(script):
 def everything(script, agent, batch, noise, args):
     """The losses and the gradient of each parameter, for comparisons bit by bit."""
     agent.zero_grad()
-    losses = script.compute_losses(agent, batch, noise, args)[:3]
+    losses = losses_of(script)(agent, batch, noise, args)[:3]
     sum(losses).backward()
     return [*losses, *(p.grad for p in agent.parameters() if p.grad is not None)]
 
@@ -195,13 +206,14 @@ def test_a_window_never_leaks_across_a_reset(script, capacity, terminated):
 def test_the_trace_of_the_first_action_is_not_used_and_that_of_every_later_one_is(script):
     args = small_args(script)
     agent = small_agent(script, args)
+    agent.copy_targets()  # theta = theta_i, so that it is clear which policy the traces are of
     batch, noise = random_batch(script, args, agent, [args.window], [False])
     batch.behaviour_log_prob.add_(3)  # far more likely than under pi, so every c < 1
-    before = script.compute_losses(agent, batch, noise, args)[0]
+    before = losses_of(script)(agent, batch, noise, args)[0]
     for step in range(args.window):
         changed = batch.behaviour_log_prob.clone()
         changed[:, step] += 0.5
-        after = script.compute_losses(agent, batch._replace(behaviour_log_prob=changed), noise, args)[0]
+        after = losses_of(script)(agent, batch._replace(behaviour_log_prob=changed), noise, args)[0]
         assert torch.equal(before, after) == (step == 0)
 
 
