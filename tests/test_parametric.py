@@ -573,3 +573,21 @@ def test_the_three_losses_are_those_of_a_slow_second_implementation(mode):
     assert [x.item() for x in fast[:3]] == pytest.approx(slow, rel=1e-9)
     trace = fast[3]["trace"][batch.valid[:, 1:] > 0]
     assert (trace == 1).any() and ((trace > 0.1) & (trace < 0.9)).any()  # clipped and unclipped traces were both there
+
+
+# --------------------------------------------------------------------------------------------------------- its settings
+def test_paper_restores_what_the_paper_prints_for_the_parametric_variant():
+    args = script.resolve(script.Args(paper=True))
+    printed = dict(policy_layers=(100, 100), critic_layers=(200, 200), epsilon_mu=0.1, epsilon_sigma=1e-4, gamma=0.99)
+    printed |= dict(learning_rate=5e-4, target_period=1000, constraint="kl", gradient="likelihood-ratio")
+    printed |= dict(normalise_advantage=False, covariance="full")
+    assert {name: getattr(args, name) for name in printed} == printed
+
+
+def test_more_actions_in_the_gradient_than_are_sampled_are_refused_in_one_sentence(capsys):
+    script.validate_samples(script.Args(num_samples=20, policy_samples=20))
+    with pytest.raises(SystemExit) as stopped:
+        script.validate_samples(script.Args(num_samples=20, policy_samples=21))
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2
+    assert sentence.endswith("--policy-samples must be at most --num-samples, not 21 with 20.")
