@@ -98,7 +98,8 @@ class ParametricAlgorithm:
 
 @dataclass
 class Optimisation:
-    learning_rate: float = 5e-4  # Adam's rate for policy and critic (paper: 5e-4)
+    learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
+    policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
     multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
     batch_size: int = 32  # B, the windows in a gradient step
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
@@ -141,10 +142,11 @@ class Args(Experiment, Environment, ParametricAlgorithm, Optimisation, RunContro
         return cls(**{name: value for group in groups for name, value in vars(group).items()})
 
 
-PAPER = {"epsilon_mu": 0.1, "updates_per_step": 1.0, "target_period": 1000, "normalise_advantage": False}
+PAPER = {"epsilon_mu": 0.1, "policy_learning_rate": 5e-4, "updates_per_step": 1.0, "target_period": 1000}
+PAPER |= {"normalise_advantage": False}
 POSITIVE = "total_timesteps epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
-POSITIVE += " min_std learning_rate multiplier_rate batch_size trajectories updates_per_step target_period buffer_size"
-POSITIVE += " max_grad_norm eval_episodes"
+POSITIVE += " min_std learning_rate policy_learning_rate multiplier_rate batch_size trajectories updates_per_step"
+POSITIVE += " target_period buffer_size max_grad_norm eval_episodes"
 ORDERED = [("window", "buffer_size"), ("min_std", "initial_std")]  # the first must be less than the second
 
 
@@ -563,6 +565,8 @@ class NotFinite(Exception):
 def collect_episode(env, policy, seed, device):
     """Live one episode with actions sampled from the policy. Returns its n + 1 rows for the replay."""
     state, _ = env.reset(seed=seed)
+    if not np.isfinite(state).all():
+        raise NotFinite("the first observation of an episode is not finite")
     rows = {"state": [state], "action": [], "behaviour_log_prob": [], "reward": [], "terminated": []}
     over = False
     while not over:
@@ -667,7 +671,10 @@ def read_args(run_dir):
     """The settings a run was started with."""
     path = Path(run_dir) / "args.json"
     try:
-        saved = json.loads(path.read_text())
+        saved, default = json.loads(path.read_text()), Args()
+        for name, value in saved.items():
+            if isinstance(value, str) != isinstance(getattr(default, name), str):
+                raise ValueError(f"{name} is {value!r}")
         return Args(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
     except FileNotFoundError:
         refuse(f"{run_dir} holds no run: there is no {path}.")
@@ -682,16 +689,16 @@ class Log:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path, self.args, self.live = Path(run_dir) / "progress.csv", args, sys.stdout.isatty()
+        logged = counters["began"] if counters["returns"] else counters["global_step"]
         if self.path.exists():  # drop what was logged after the checkpoint that is being resumed
-            logged = counters["began"] if counters["returns"] else counters["global_step"]
-            header, *rows = self.path.read_text().splitlines(keepends=True)
-            kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= logged]
-            write_aside(self.path, lambda file: file.write("".join([header, *kept]).encode()))
+            whole = [row for row in self.path.read_text().splitlines(keepends=True) if row.endswith("\n")]
+            kept = whole[:1] + [row for row in whole[1:] if int(row.split(",")[0]) <= logged]
+            write_aside(self.path, lambda file: file.write("".join(kept).encode()))
         if args.track:
             import wandb
 
             wandb.init(project="mpo", name=Path(run_dir).name, config=vars(args), sync_tensorboard=True)
-        self.writer = SummaryWriter(run_dir, purge_step=counters["global_step"] + 1)
+        self.writer = SummaryWriter(run_dir, purge_step=logged + 1)
         self.started, self.shown_at = time.time() - counters["seconds"], 0.0
 
     def write(self, counters, metrics):
@@ -744,7 +751,8 @@ def resolve(args):
         printed = {name: value for name, value in PAPER.items() if getattr(args, name) == getattr(Args(), name)}
         return dataclasses.replace(args, **printed) if args.paper else args
     saved, default = read_args(folder), Args()
-    given = {name: value for name, value in vars(args).items() if value != getattr(default, name)}
+    typed = {word.split("=")[0][2:].removeprefix("no-").replace("-", "_") for word in sys.argv if word[:2] == "--"}
+    given = {name: value for name, value in vars(args).items() if value != getattr(default, name) or name in typed}
     if given.get("env_id", saved.env_id) != saved.env_id:
         refuse(f"{folder} belongs to {saved.env_id}, not to {args.env_id}.")
     may_change = {"total_timesteps", *(field.name for field in dataclasses.fields(RunControl))}
@@ -767,6 +775,8 @@ def validate(args):
             refuse(f"--{name} must be 0 or more, not {value}.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
+    if args.seed >= 2**32:
+        refuse(f"--seed must be below 2**32, not {args.seed}.")
     for less, more in ORDERED:
         if getattr(args, less) >= getattr(args, more):
             less, more = less.replace("_", "-"), more.replace("_", "-")
@@ -843,10 +853,14 @@ def main(args):
     policy_options |= sizes | {"covariance": args.covariance, "bound_mean": args.bound_mean}
     critic = Critic(**sizes, layers=args.critic_layers)
     agent = Agent(Policy(**policy_options), critic, eta_mu=1.0, eta_sigma=100.0).to(args.device)
-    networks = {"params": [*agent.policy.parameters(), *agent.critic.parameters()], "lr": args.learning_rate}
-    multipliers = {"params": agent.multipliers(), "lr": args.multiplier_rate}
-    optimiser = torch.optim.Adam([networks, multipliers], fused=True)
-    replay = Replay(args.buffer_size, **sizes)
+    policy_group = {"params": list(agent.policy.parameters()), "lr": args.policy_learning_rate}
+    critic_group = {"params": list(agent.critic.parameters()), "lr": args.learning_rate}
+    multiplier_group = {"params": agent.multipliers(), "lr": args.multiplier_rate}
+    optimiser = torch.optim.Adam([policy_group, critic_group, multiplier_group], fused=True)
+    try:
+        replay = Replay(args.buffer_size, **sizes)
+    except RuntimeError:
+        refuse(f"a replay of --buffer-size {args.buffer_size:,} does not fit into memory.")
     # "due" gradient steps are left of this iteration, which "began" at that step; "returns" are those of its episodes
     counters = {"global_step": 0, "episode": 0, "updates": 0, "due": 0.0, "began": 0, "returns": [], "seconds": 0.0}
 
