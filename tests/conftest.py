@@ -32,3 +32,9 @@ def scripts_with(*names):
 def script(request):
     """Every script in turn; parametrize("script", scripts_with(...)) narrows the choice."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Networks that a test does not seed itself start the same whatever ran before it."""
+    torch.manual_seed(0)

@@ -63,7 +63,6 @@ def test_the_critic_is_one_network_over_state_and_clipped_action(script, layers)
 
 @with_networks
 def test_an_action_outside_the_bounds_is_scored_as_the_clipped_one(script):
-    torch.manual_seed(0)
     critic = script.Critic(STATE_SIZE, 2, (8, 5)).double()
     state = normal(numbers(2), STATE_SIZE).expand(3, STATE_SIZE)
     far, near, inside = critic(state, torch.tensor([[7.0, -3.0], [1.0, -1.0], [0.9, -1.0]]).double())
