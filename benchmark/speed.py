@@ -22,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -182,7 +181,7 @@ def measure_memory(options):
 
 def run_child(threads, *more):
     words = [sys.executable, __file__, *sys.argv[1:], "--child", str(threads), *more]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}  # torch's, about itself
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         raise SystemExit("speed.py: a measurement failed; its message stands above.")
@@ -228,7 +227,6 @@ def main():
     options.scripts = [name for name in options.scripts if (ROOT / name).exists()]
     options.updates, options.steps = (10, 50) if options.quick else (20, 250)  # in a turn
     if options.child:
-        warnings.filterwarnings("ignore", category=FutureWarning)  # torch.compile's, about itself
         torch.set_num_threads(options.child)
         torch.zeros(2**23)  # 32 MB, given back at once: from then on glibc keeps what an update gives back for the next
         return print(json.dumps(measure_memory(options) if options.memory else measure_speed(options)))
