@@ -26,7 +26,9 @@ with_learner = pytest.mark.parametrize("script", scripts_with("m_step_terms", "c
 with_update = pytest.mark.parametrize("script", scripts_with("lagrangian", "update"))
 decouplings = pytest.mark.parametrize("decoupling", ["paper", "followup", "joint"])
 
-LENGTHS, TERMINATED = [4, 4, 3, 2, 1, 1], [False, True, True, False, True, False]
+# ten windows: more than the critic scores at a time
+LENGTHS = [4, 4, 3, 2, 1, 1, 4, 2, 3, 4]
+TERMINATED = [False, True, True, False, True, False, False, True, False, True]
 
 
 def learner(script, **changes):

@@ -179,7 +179,7 @@ def test_the_final_observation_matters_to_a_truncated_episode_and_not_to_a_termi
 
 @with_learner
 @pytest.mark.parametrize("terminated", [True, False])
-@pytest.mark.parametrize("capacity", [30, 18], ids=["not full", "wrapped"])
+@pytest.mark.parametrize("capacity", [30, 12], ids=["not full", "the seam in its middle"])
 def test_a_window_never_leaks_across_a_reset(script, capacity, terminated):
     args = small_args(script, batch_size=200)
     agent = small_agent(script, args)
