@@ -56,7 +56,6 @@ from torch import nn
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments. Each comment is the flag's line in --help; each class is a group there. "paper:" marks a printed value.
-# ---------------------------------------------------------------------------------------------------------------------
 @dataclass
 class Experiment:
     env_id: str = "dm_control/walker-walk-v0"  # the task: dm_control/DOMAIN-TASK-v0, or a continuous Gymnasium task
@@ -144,7 +143,6 @@ ORDERED = [("window", "buffer_size"), ("min_std", "initial_std")]  # the first m
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Environment. Whatever the task's own spaces are, the learner sees a vector and acts in [-1, 1]^A.
-# ---------------------------------------------------------------------------------------------------------------------
 def make_env(args, render=False):
     """The task, observation flattened to [S], action [A] clipped to [-1, 1] and scaled to the task's bounds."""
     env = make_task(args, render)
@@ -199,7 +197,6 @@ def episode_seed(seed, *numbers):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Networks. Two hidden layers with layer normalisation after the first, as is usual for MPO; the paper gives the sizes.
-# ---------------------------------------------------------------------------------------------------------------------
 class Policy(nn.Module):
     """pi(a|s, theta) = N(mu(s), L(s) L(s)^T) with L lower triangular and positive on the diagonal."""
 
@@ -295,7 +292,6 @@ def log_det(cholesky):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Policy evaluation: Retrace (section 4 of the paper). Off-policy data is corrected by clipped importance weights.
-# ---------------------------------------------------------------------------------------------------------------------
 def trace_coefficient(log_prob, behaviour_log_prob):
     """c = min(1, pi(a|s) / b(a|s)). Any shape."""
     return (log_prob - behaviour_log_prob).clamp(max=0.0).exp()
@@ -320,7 +316,6 @@ def masked_mean(x, mask):
 # ---------------------------------------------------------------------------------------------------------------------
 # E-step: q(a|s) = pi_i(a|s) exp(Q'(s,a)/eta) / Z(s), with eta at the minimum of the convex dual g. The integrals over
 # actions are sums over samples from pi_i, whose prior weight is 1/M each.
-# ---------------------------------------------------------------------------------------------------------------------
 def temperature_dual(eta, scores, log_prior, epsilon, mask):
     """g(eta) = eta epsilon + eta E_s log sum_a exp(log_prior + Q'(s,a)/eta). scores [..., M], mask [...]."""
     return eta * epsilon + eta * masked_mean(torch.logsumexp(log_prior + scores / eta, dim=-1), mask)
@@ -341,7 +336,6 @@ def categorical_kl(weights, log_prior):
 # epsilon_sigma. A sample is a = mu_i + L_i z with z known, so all that the objective needs of the M samples is their
 # weighted moments z_bar and S, and all that it needs of pi is P = L^-1 L_i and d = L^-1 (mu_i - mu): one triangular
 # solve per state. E.g. L^-1 (a - mu) = d + P z.
-# ---------------------------------------------------------------------------------------------------------------------
 def weighted_moments(weights, z):
     """z_bar = sum_m w_m z_m and S = sum_m w_m z_m z_m^T. weights [..., M], z [..., M, A] -> [..., A], [..., A, A]."""
     weighted = weights.unsqueeze(-1) * z
@@ -394,7 +388,6 @@ def lagrangian(eta, epsilon, kl):
 # Replay. A ring of rows in the order they were lived. An episode of n steps is n + 1 rows: the last one holds only the
 # final observation, which a time limit bootstraps from. Whole episodes are added, so the newest row is always a last
 # one, and a window that starts at any other row meets the end of its episode before it meets the ring's seam.
-# ---------------------------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
     """Windows of consecutive steps. Where valid is 0 the episode is over and the entries mean nothing."""
 
@@ -451,7 +444,6 @@ class Replay:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Learner: one gradient step, in the order of the paper's Algorithm 2.
-# ---------------------------------------------------------------------------------------------------------------------
 def compute_losses(agent, batch, noise, args):
     """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T+1, M, A]."""
     discount = args.gamma * (1 - batch.terminated)  # a termination bootstraps nothing, a time limit does
@@ -548,7 +540,6 @@ def diagnostics(agent, seen, args):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Acting and evaluating.
-# ---------------------------------------------------------------------------------------------------------------------
 class NotFinite(Exception):
     """Something became NaN or infinite; the run stops before it spreads."""
 
@@ -622,7 +613,6 @@ def frame_rate(env):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: args.json, progress.csv, TensorBoard events, checkpoint.pt, model.pt.
-# ---------------------------------------------------------------------------------------------------------------------
 def write_aside(path, write):
     """Write a file whole or not at all: to one side, down to the disk, then renamed over the old one."""
     aside = Path(f"{path}.tmp")
@@ -730,7 +720,6 @@ def clock(seconds):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The user's input, checked before any work is done. Each answer is one sentence and exit code 2.
-# ---------------------------------------------------------------------------------------------------------------------
 def refuse(sentence, code=2):
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
@@ -806,7 +795,6 @@ def open_run_dir(args):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The training loop: collect L trajectories, K gradient steps, copy the targets; log, evaluate and save on the way.
-# ---------------------------------------------------------------------------------------------------------------------
 class StopRequest:
     """Ctrl-C and SIGTERM ask for a stop at the next safe moment; asked a second time, they stop at once."""
 

@@ -61,7 +61,6 @@ from torch import nn
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments. Each comment is the flag's line in --help; each class is a group there. "paper:" marks a printed value.
-# ---------------------------------------------------------------------------------------------------------------------
 @dataclass
 class Experiment:
     env_id: str = "dm_control/walker-walk-v0"  # the task: dm_control/DOMAIN-TASK-v0, or a continuous Gymnasium task
@@ -152,7 +151,6 @@ ORDERED = [("window", "buffer_size"), ("min_std", "initial_std")]  # the first m
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Environment. Whatever the task's own spaces are, the learner sees a vector and acts in [-1, 1]^A.
-# ---------------------------------------------------------------------------------------------------------------------
 def make_env(args, render=False):
     """The task, observation flattened to [S], action [A] clipped to [-1, 1] and scaled to the task's bounds."""
     env = make_task(args, render)
@@ -207,7 +205,6 @@ def episode_seed(seed, *numbers):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Networks. Two hidden layers with layer normalisation after the first, as is usual for MPO; the paper gives the sizes.
-# ---------------------------------------------------------------------------------------------------------------------
 class Policy(nn.Module):
     """pi(a|s, theta) = N(mu(s), L(s) L(s)^T) with L lower triangular and positive on the diagonal."""
 
@@ -303,7 +300,6 @@ def log_det(cholesky):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Policy evaluation: Retrace (section 4 of the paper). Off-policy data is corrected by clipped importance weights.
-# ---------------------------------------------------------------------------------------------------------------------
 def trace_coefficient(log_prob, behaviour_log_prob):
     """c = min(1, pi(a|s) / b(a|s)). Any shape."""
     return (log_prob - behaviour_log_prob).clamp(max=0.0).exp()
@@ -329,7 +325,6 @@ def masked_mean(x, mask):
 # E-step: maximise E_q A(s,a) over q(a|s) = N(mu, L L^T) = pi(a|s, theta), while KL(q || pi_i), split into the parts of
 # mean and covariance, stays within epsilon_mu and epsilon_sigma. The gradient is estimated from actions of q itself.
 # The M-step is a copy: q has the form of the policy, so theta_{i+1} = theta^q (Agent.copy_targets).
-# ---------------------------------------------------------------------------------------------------------------------
 def leave_one_out_advantage(scores):
     """A_m = Q_m - mean of the other M - 1 scores. [..., M] -> [..., M], M > 1.
 
@@ -396,7 +391,6 @@ def lagrangian(eta, epsilon, kl):
 # Replay. A ring of rows in the order they were lived. An episode of n steps is n + 1 rows: the last one holds only the
 # final observation, which a time limit bootstraps from. Whole episodes are added, so the newest row is always a last
 # one, and a window that starts at any other row meets the end of its episode before it meets the ring's seam.
-# ---------------------------------------------------------------------------------------------------------------------
 class Batch(NamedTuple):
     """Windows of consecutive steps. Where valid is 0 the episode is over and the entries mean nothing."""
 
@@ -453,7 +447,6 @@ class Replay:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Learner: one gradient step, in the order of the paper's Algorithm 3.
-# ---------------------------------------------------------------------------------------------------------------------
 def parametric_losses(agent, batch, noise, args):
     """The losses of one gradient step and what the diagnostics need. batch [B, T, ...], noise [B, T+1, M, A], M > 1."""
     discount = args.gamma * (1 - batch.terminated)  # a termination bootstraps nothing, a time limit does
@@ -557,7 +550,6 @@ def parametric_diagnostics(agent, seen, args):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Acting and evaluating.
-# ---------------------------------------------------------------------------------------------------------------------
 class NotFinite(Exception):
     """Something became NaN or infinite; the run stops before it spreads."""
 
@@ -631,7 +623,6 @@ def frame_rate(env):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The run folder: args.json, progress.csv, TensorBoard events, checkpoint.pt, model.pt.
-# ---------------------------------------------------------------------------------------------------------------------
 def write_aside(path, write):
     """Write a file whole or not at all: to one side, down to the disk, then renamed over the old one."""
     aside = Path(f"{path}.tmp")
@@ -739,7 +730,6 @@ def clock(seconds):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The user's input, checked before any work is done. Each answer is one sentence and exit code 2.
-# ---------------------------------------------------------------------------------------------------------------------
 def refuse(sentence, code=2):
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
@@ -821,7 +811,6 @@ def open_run_dir(args):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The training loop: collect L trajectories, K gradient steps, copy the targets; log, evaluate and save on the way.
-# ---------------------------------------------------------------------------------------------------------------------
 class StopRequest:
     """Ctrl-C and SIGTERM ask for a stop at the next safe moment; asked a second time, they stop at once."""
 
