@@ -42,6 +42,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -462,7 +463,7 @@ def compute_losses(agent, batch, noise, args):
         target = retrace(q_i, v_next, batch.reward, discount, F.pad(trace, (0, 1)))
 
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
-    q = agent.critic(batch.state[:, :-1], batch.action)
+    q = agent.critic(batch.state[:, :-1].flatten(0, 1), batch.action.flatten(0, 1)).view_as(target)
     critic_loss = masked_mean((q - target).square(), batch.valid)
 
     # E-step gradient: g(eta), then q(a|s)
@@ -472,7 +473,7 @@ def compute_losses(agent, batch, noise, args):
     weights = improved_policy(eta.detach(), scores, log_prior)
 
     # M-step gradient: L(theta, eta_mu, eta_sigma)
-    mean, cholesky = agent.policy(batch.state)
+    mean, cholesky = (x.unflatten(0, alive.shape) for x in agent.policy(batch.state.flatten(0, 1)))
     z_bar, s = weighted_moments(weights, noise)
     likelihood, c_mu, c_sigma = m_step_terms(args.decoupling, mean_i, cholesky_i, mean, cholesky, z_bar, s)
     likelihood, c_mu, c_sigma = (masked_mean(x, alive) for x in (likelihood, c_mu, c_sigma))
@@ -850,6 +851,9 @@ def main(args):
     log = Log(run_dir, args, counters)
     log.say(f"{args.env_id}, {sizes['state_size']} observations, {sizes['action_size']} actions; writing to {run_dir}")
     loss_function = torch.compile(compute_losses) if args.compile else compute_losses
+    if args.compile:  # PyTorch's compiler warns about itself
+        warnings.simplefilter("ignore")
+        os.environ["PYTHONWARNINGS"] = "ignore"
     stop, saved_at = StopRequest(), counters["global_step"] if args.resume else None
 
     try:

@@ -47,6 +47,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -455,7 +456,7 @@ def parametric_losses(agent, batch, noise, args):
     # M actions of q, which is the current policy, for each of s_0 .. s_T, scored once by Q'. Retrace evaluates that
     # same policy, in V as in the traces, so one set of scores serves V in Retrace and A in the E-step. (In Algorithm 2
     # both are pi_i's. Were Retrace to evaluate pi_i here, it would need samples of its own.)
-    mean, cholesky = agent.policy(batch.state)
+    mean, cholesky = (x.unflatten(0, alive.shape) for x in agent.policy(batch.state.flatten(0, 1)))
     sampled = mean.unsqueeze(-2) + noise @ cholesky.mT  # a = mu + L z
     if args.gradient == "likelihood-ratio":
         sampled = sampled.detach()  # no gradient through the samples, and so none through Q'
@@ -468,7 +469,7 @@ def parametric_losses(agent, batch, noise, args):
         target = retrace(q_i, v_next, batch.reward, discount, F.pad(trace, (0, 1)))
 
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
-    q = agent.critic(batch.state[:, :-1], batch.action)
+    q = agent.critic(batch.state[:, :-1].flatten(0, 1), batch.action.flatten(0, 1)).view_as(target)
     critic_loss = masked_mean((q - target).square(), batch.valid)
 
     # E-step gradient: E_q A(s,a), from the first N of the M actions
@@ -867,6 +868,9 @@ def main(args):
     log = Log(run_dir, args, counters)
     log.say(f"{args.env_id}, {sizes['state_size']} observations, {sizes['action_size']} actions; writing to {run_dir}")
     loss_function = torch.compile(parametric_losses) if args.compile else parametric_losses
+    if args.compile:  # PyTorch's compiler warns about itself
+        warnings.simplefilter("ignore")
+        os.environ["PYTHONWARNINGS"] = "ignore"
     stop, saved_at = StopRequest(), counters["global_step"] if args.resume else None
 
     try:
