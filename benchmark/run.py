@@ -75,7 +75,7 @@ class Job:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        self.state, self.started, self.first_step = "running", time.time(), self.step()
+        self.state, self.started, self.first_step, self.commit = "running", time.time(), self.step(), current_commit()
 
     def step(self):
         """Environment steps logged so far."""
@@ -98,16 +98,20 @@ class Job:
         return (self.total - self.step()) * (time.time() - self.started) / done if done > 0 else None
 
 
+def current_commit():
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return commit.stdout.strip() or "unknown"
+
+
 def write_result(job):
     """progress.csv reduced to what figures need, under a header with the commit and the arguments."""
     with open(job.folder / "progress.csv") as file:
         rows = list(csv.DictReader(file))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     settings = json.loads((job.folder / "args.json").read_text())
     settings = {name: value for name, value in settings.items() if name != "run_dir"}
     job.result.parent.mkdir(parents=True, exist_ok=True)
     with open(job.result, "w") as file:
-        file.write(f"# commit: {commit.stdout.strip() or 'unknown'}\n")
+        file.write(f"# commit: {job.commit}\n")
         file.write(f"# command: python {job.script} {' '.join(job.flags)}\n# args: {json.dumps(settings)}\n")
         file.write("env_steps,train_return,eval_return,seconds,updates\n")
         for row in rows:
