@@ -142,7 +142,8 @@ def table(jobs):
 
 def main(args, extra):
     tasks = TASKS.get(args.tasks, args.tasks.replace(",", " ")).split()
-    seeds = [int(seed) for seed in args.seeds.split(",") if seed] if "," in args.seeds else range(1, int(args.seeds) + 1)
+    listed = [int(seed) for seed in args.seeds.split(",") if seed]
+    seeds = listed if "," in args.seeds else range(1, listed[0] + 1)
     jobs = [Job(args, extra, task, seed) for seed in seeds for task in tasks]
     live, shown = sys.stdout.isatty(), 0.0
     try:
