@@ -1,0 +1,279 @@
+"""Run a script as its users do: a process of its own, with what it prints, its exit code and its run folder."""
+
+import atexit
+import csv
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gymnasium as gym
+import torch
+from conftest import ROOT, scripts_with
+
+CONTINUOUS = scripts_with("gaussian_log_prob")  # the scripts that act with a Gaussian policy
+TASK = "dm_control/cartpole-swingup-v0"
+TINY = {
+    "env_id": TASK,
+    "policy_layers": (16, 16),
+    "critic_layers": (16, 16),
+    "num_samples": 4,
+    "batch_size": 4,
+    "window": 4,
+    "time_limit": 50,
+    "learning_starts": 100,
+    "updates_per_step": 0.2,
+    "total_timesteps": 200,
+    "eval_episodes": 1,
+    "threads": 1,
+}
+PATIENCE = 900  # seconds for a process that takes ten: machines can be busy
+CLOCK = ("charts/SPS", "charts/seconds")  # the columns of progress.csv that tell the time
+
+# The imports of a script take ten times longer than a tiny run. So one process makes them once, and forks for each run;
+# between the two, a process that waits for the end and notes the exit code. Each line of its input asks for a run.
+SERVER = """
+import atexit, gc, json, os, resource, runpy, signal, sys, traceback
+os.environ["MUJOCO_GL"] = "disabled"
+import gymnasium, shimmy, torch._dynamo, torch._inductor.config, torch.utils.tensorboard, tyro
+import tasks
+gymnasium.register_envs(shimmy)
+gc.freeze()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    ask = json.loads(line)
+    if os.fork():
+        continue
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if child:
+        for name, find in (("pid", lambda: child), ("code", lambda: os.waitpid(child, 0)[1])):
+            value = find()
+            with open(f"{ask['files']}.tmp", "w") as file:
+                print(value, file=file)
+            os.rename(f"{ask['files']}.tmp", f"{ask['files']}.{name}")
+        os._exit(0)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{ask['files']}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+    os.chdir(ask["cwd"])
+    sys.modules.update(dict.fromkeys(ask["hidden"]))
+    if ask["file_size"]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (ask["file_size"], resource.RLIM_INFINITY))
+    sys.argv, code = ask["words"], 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)  # tearing down the interpreter takes longer than all of this
+"""
+
+
+@functools.cache
+def server():
+    environment = surroundings(PYTHONPATH=str(ROOT / "tests"))
+    options = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, **options)
+    atexit.register(process.stdin.close)
+    return process, tempfile.mkdtemp(prefix="runs"), itertools.count()
+
+
+class Run:
+    """A process that runs a script: as subprocess.Popen, but what it prints can be read at any time."""
+
+    def __init__(self, script, words, cwd, cold=False, environment=None, hidden=(), file_size=0):
+        """cold: a Python started for it alone. Else one that has done its imports, without the packages `hidden`."""
+        process, folder, numbers = server()
+        self.files, words = Path(folder) / str(next(numbers)), [str(getattr(script, "__file__", script)), *words]
+        self.popen, self.returncode = None, None
+        if cold:
+            out, err = (open(f"{self.files}.{name}", "w") for name in ("out", "err"))
+            options = dict(cwd=cwd, env=surroundings(**(environment or {})), stdin=subprocess.DEVNULL)
+            self.popen = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, **options)
+            self.pid = self.popen.pid
+        else:
+            ask = dict(words=words, cwd=str(cwd), files=str(self.files), hidden=list(hidden), file_size=file_size)
+            print(json.dumps(ask), file=process.stdin, flush=True)
+            self.pid = int(self.note("pid"))
+
+    def note(self, name):
+        wait_until(Path(f"{self.files}.{name}").exists)
+        return Path(f"{self.files}.{name}").read_text()
+
+    def poll(self):
+        if self.popen:
+            self.returncode = self.popen.poll()
+        elif Path(f"{self.files}.code").exists():
+            self.returncode = os.waitstatus_to_exitcode(int(self.note("code")))
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    @property
+    def out(self):
+        return self.printed("out")
+
+    @property
+    def err(self):
+        return self.printed("err")
+
+    def printed(self, name):
+        path = Path(f"{self.files}.{name}")
+        return path.read_text() if path.exists() else ""
+
+
+def flags(**values):
+    """Words of the command line: flags(num_samples=4, compile=False) is --num-samples 4 --no-compile."""
+    words = []
+    for name, value in values.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+def tiny(**changes):
+    return flags(**(TINY | changes))
+
+
+def surroundings(**changes):
+    """This process's environment, without what would lead the script to the repository or to a renderer."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MUJOCO_GL", "HIDDEN")}
+    return kept | changes
+
+
+def finish(process):
+    """Wait for the end; a process that does not come to one is killed."""
+    try:
+        wait_until(lambda: process.poll() is not None)
+    finally:
+        process.send_signal(signal.SIGKILL)
+    return process
+
+
+def run(script, words, cwd, **options):
+    return finish(Run(script, words, cwd, **options))
+
+
+def train(script, words, cwd, **options):
+    """Run to a good end."""
+    process = run(script, words, cwd, **options)
+    assert process.returncode == 0, process.err
+    return process
+
+
+def together(*calls):
+    """The results of functions without arguments, two running at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def make_policy(script, env, args):
+    """The policy that main() makes: each of its options is the setting of that name."""
+    options = {name: getattr(args, name) for name in inspect.signature(script.Policy).parameters if hasattr(args, name)}
+    size = env.observation_space.shape[0], env.action_space.shape[0]
+    return script.Policy(*size, layers=args.policy_layers, **options)
+
+
+def dm_control_tasks():
+    """Names of the tasks that Shimmy registers."""
+    os.environ.setdefault("MUJOCO_GL", "disabled")  # as the scripts do, before dm_control is imported
+    gym.register_envs(importlib.import_module("shimmy"))
+    return [name for name in gym.registry if name.startswith("dm_control/") and "compatibility" not in name]
+
+
+def one_sentence(process):
+    """The sentence a run ended with; it must be all that stands on stderr."""
+    lines = process.err.splitlines()
+    assert len(lines) == 1, process.err
+    return lines[0]
+
+
+def wait_until(condition, process=None):
+    """Wait for something to be true, while a process runs."""
+    end = time.time() + PATIENCE
+    while not condition():
+        assert process is None or process.poll() is None, f"the run ended too early: {process.out} {process.err}"
+        assert time.time() < end, "it never came to that"
+        time.sleep(0.002)
+
+
+def wait_for_row(process, run_dir, step):
+    """Wait until a row of that step, or a later one, stands in progress.csv."""
+    wait_until(lambda: last_step(run_dir) >= step, process)
+
+
+def wait_for_line(process, beginning):
+    """Wait until the process has printed a line that begins so."""
+    wait_until(lambda: re.search(f"(?m)^{beginning}", process.out), process)
+
+
+def stop(process, number):
+    """Send a signal and wait for the end."""
+    process.send_signal(number)
+    return finish(process)
+
+
+def resume_command(process):
+    """The words after the script's name in the command that a stopped run prints."""
+    line = process.out.splitlines()[-1]
+    words = shlex.split(line[line.index("python ") :])
+    assert words[0] == "python", line
+    return words[2:]
+
+
+def rows(run_dir):
+    """progress.csv as a list of dictionaries, complete rows only; empty if there is none yet."""
+    path = Path(run_dir) / "progress.csv"
+    whole = (
+        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    )
+    return list(csv.DictReader(whole))
+
+
+def timeless(run_dir):
+    """progress.csv without the columns that tell the time."""
+    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows(run_dir)]
+
+
+def last_step(run_dir):
+    table = rows(run_dir)
+    return int(table[-1]["global_step"]) if table else 0
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def same(a, b):
+    """Whether two nests of dictionaries, lists, tensors and numbers are equal to the bit."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
