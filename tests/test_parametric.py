@@ -106,16 +106,17 @@ def test_the_bonus_is_the_entropy_of_a_narrow_policy_and_pulls_no_dimension_abov
 
 # --------------------------------------------------------- the learner on a bandit: one state, Q' a function of a alone
 class Gaussian(torch.nn.Module):
-    """A policy that starts out the same in every state; with parameters of their own in [B, 2] states if asked."""
+    """A policy that starts out the same in every state; if so many are named, each has parameters of its own."""
 
-    def __init__(self, mean, cholesky, states=(1, 1)):
+    def __init__(self, mean, cholesky, states=1):
         super().__init__()
         raw = cholesky.tril(-1) + cholesky.diagonal().log().diag()
-        self.mu, self.raw = (torch.nn.Parameter(x.repeat(*states, *[1] * x.dim())) for x in (mean, raw))
+        self.mu, self.raw = (torch.nn.Parameter(x.repeat(states, *[1] * x.dim())) for x in (mean, raw))
 
     def forward(self, state):
         factor = self.raw.tril(-1) + torch.diag_embed(self.raw.diagonal(dim1=-2, dim2=-1).exp())
-        return self.mu.expand(*state.shape[:-1], -1), factor.expand(*state.shape[:-1], -1, -1)
+        states = state.shape[:-1]
+        return [x.expand(states.numel(), *x.shape[1:]).unflatten(0, states) for x in (self.mu, factor)]
 
 
 class Bandit(torch.nn.Module):
@@ -134,7 +135,7 @@ def bandit(score, mean, cholesky, noise, constant=0.0, apart=False, **changes):
     args = small_args(script, num_samples=noise.shape[1], **changes)
     noise = noise.reshape(-1, 2, *noise.shape[1:])
     windows = len(noise)
-    policy = Gaussian(mean, cholesky, (windows, 2) if apart else (1, 1))
+    policy = Gaussian(mean, cholesky, 2 * windows if apart else 1)
     agent = script.Agent(policy, Bandit(score, constant), eta_mu=1.0, eta_sigma=1.0).double()
     none, action = torch.zeros(windows, 1).double(), torch.zeros(windows, 1, len(mean)).double()
     state = torch.zeros(windows, 2, 1).double()
@@ -146,7 +147,7 @@ def policy_gradient(agent, batch, noise, args):
     """Ascent direction of mu and of log diag L, [states, 2A]. At theta_i that of a KL is 0: it is that of E_q A."""
     policy_loss = script.parametric_losses(agent, batch, noise, args)[1]
     of_mean, of_raw = torch.autograd.grad(-policy_loss, (agent.policy.mu, agent.policy.raw))
-    return torch.cat([of_mean, of_raw.diagonal(dim1=-2, dim2=-1)], -1).flatten(0, 1)
+    return torch.cat([of_mean, of_raw.diagonal(dim1=-2, dim2=-1)], -1)
 
 
 def gradients_of_states(score, mean, cholesky, states, samples, **changes):
