@@ -19,6 +19,7 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from running import rows, tiny, train
 from scipy.optimize import minimize
 from scipy.stats import multivariate_normal
 from torch.distributions import MultivariateNormal, kl_divergence
@@ -592,3 +593,21 @@ def test_more_actions_in_the_gradient_than_are_sampled_are_refused_in_one_senten
     (sentence,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2
     assert sentence.endswith("--policy-samples must be at most --num-samples, not 21 with 20.")
+
+
+ABLATIONS = {
+    "EPG + Retrace": dict(constraint="entropy"),
+    "actor-critic + Retrace": dict(constraint="entropy", policy_samples=1),
+    "one sample under the constraint": dict(num_samples=1),
+    "the action-value gradient": dict(gradient="reparameterised"),
+    "as printed": dict(paper=True),
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_each_ablation_trains_from_the_command_line(name, tmp_path):
+    train(script, tiny(run_dir="run", **ABLATIONS[name]), tmp_path)
+    table = rows(tmp_path / "run")
+    moved = {row["mpo/eta_mu"] for row in table} != {"1.0"}
+    assert len(table) == 3 and moved == ("Retrace" not in name)  # without a constraint there is nothing to multiply
+    assert all(math.isfinite(float(row["losses/policy"])) for row in table)
