@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,7 @@ TINY = {
     "threads": 1,
 }
 PATIENCE = 900  # seconds for a process that takes ten: machines can be busy
+STARTING = threading.Lock()
 CLOCK = ("charts/SPS", "charts/seconds")  # the columns of progress.csv that tell the time
 
 # The imports of a script take ten times longer than a tiny run. So one process makes them once, and forks for each run;
@@ -85,8 +87,14 @@ for line in sys.stdin:
 """
 
 
-@functools.cache
 def server():
+    """The process that forks, a folder for what the runs print, and numbers for their files."""
+    with STARTING:
+        return start_server()
+
+
+@functools.cache
+def start_server():
     environment = surroundings(PYTHONPATH=str(ROOT / "tests"))
     options = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
     process = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, **options)
