@@ -95,9 +95,7 @@ class Optimisation:
     multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
     batch_size: int = 32  # B, the windows in a gradient step
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
-    updates_per_step: float = (
-        1.0  # gradient steps per environment step: K = 1000 for a 1000-step episode, as in the paper
-    )
+    updates_per_step: float = 1.0  # gradient steps per environment step; 1: the paper's K = 1000 per 1000-step episode
     target_period: int = 100  # gradient steps between two copies of the targets (paper: each iteration, that is 1000)
     learning_starts: int = 2000  # environment steps before the first gradient step
     buffer_size: int = 1_000_000  # steps kept in the replay
