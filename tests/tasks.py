@@ -8,13 +8,13 @@ class Odd(gym.Env):
     """A still point. From its `when`-th step on, over all episodes, it gives `reward` and `observation`, not 0."""
 
     def __init__(self, shape=(2,), dtype=np.float32, high=1.0, actions=None, when=0, lasting=1, reward=0.0,
-                 observation=0.0, reset_observation=0.0, length=0, tuple_space=False):  # fmt: skip
+                 observation=0.0, reset_observation=0.0, tuple_space=False):  # fmt: skip
         limit = 255 if dtype == np.uint8 else np.inf
         self.observation_space = gym.spaces.Box(0 if dtype == np.uint8 else -limit, limit, shape, dtype)
         if tuple_space:
             self.observation_space = gym.spaces.Tuple([self.observation_space])
         self.action_space = actions or gym.spaces.Box(-high, high, (1,))
-        self.when, self.reward, self.observation, self.length = when, reward, observation, length
+        self.when, self.reward, self.observation = when, reward, observation
         self.reset_observation, self.steps, self.lasting, self.tuple_space = reset_observation, 0, lasting, tuple_space
         self.received = []
 
@@ -25,16 +25,13 @@ class Odd(gym.Env):
 
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
-        self.lived = 0
         return self.observe(self.reset_observation), {}
 
     def step(self, action):
         self.received.append(np.array(action))
         self.steps += 1
-        self.lived += 1
         now = self.when <= self.steps < self.when + self.lasting
-        over = self.lived == self.length
-        return self.observe(self.observation if now else 0.0), self.reward if now else 0.0, over, False, {}
+        return self.observe(self.observation if now else 0.0), self.reward if now else 0.0, False, False, {}
 
 
 def register(name, **kwargs):
@@ -47,7 +44,7 @@ register("Picture", shape=(8, 8, 3), dtype=np.uint8)
 register("Board", actions=gym.spaces.MultiDiscrete([2, 2]))
 register("Matrix", actions=gym.spaces.Box(-1, 1, (2, 2)))
 register("Pair", tuple_space=True)
-register("Ending", length=7)
+register("Asymmetric", actions=gym.spaces.Box(-1, 5, (2,)))
 register("NaNReward", when=260, reward=np.nan)
 register("InfiniteReward", when=260, reward=np.inf)
 register("NaNObservation", when=260, observation=np.nan)

@@ -3,7 +3,7 @@
 import gymnasium as gym
 import numpy as np
 import pytest
-import tasks
+import tasks  # noqa: F401, registers them
 import torch
 from running import CONTINUOUS, TASK, dm_control_tasks, flags, load, make_policy, rows, together, train
 
@@ -41,7 +41,6 @@ def test_an_action_of_one_is_the_tasks_own_bound(script):
 
 
 def test_the_centre_of_an_asymmetric_range_is_action_zero(script):
-    gym.register("Asymmetric-v0", entry_point=tasks.Odd, kwargs={"actions": gym.spaces.Box(-1, 5, (2,))})
     env = make(script, "Asymmetric-v0")
     env.reset(seed=0)
     for action in ([0, 0], [1, -1], [-2, 0.5]):
@@ -108,6 +107,11 @@ def test_a_dictionary_of_float64_observations_becomes_one_vector_of_float32(scri
     replay.add_episode(**script.collect_episode(env, policy, seed=0, device="cpu"))
     assert replay.sample(1, 2).state.dtype == torch.float32
     assert torch.equal(replay.rows["state"][0], torch.as_tensor(state).float())
+
+
+def test_a_tuple_of_observations_becomes_one_vector_too(script):
+    env = make(script, "Pair-v0")
+    assert env.reset(seed=0)[0].shape == env.observation_space.shape == (2,)
 
 
 def test_a_time_limit_truncates_and_does_not_terminate(script):

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import math
 import os
 import pty
 import re
@@ -72,6 +73,14 @@ def test_a_process_that_these_tests_fork_does_what_one_of_its_own_does(script, s
     train(script, tiny(seed=3, run_dir="run"), tmp_path)
     assert timeless(tmp_path / "run") == timeless(started[1])
     assert (tmp_path / "run/model.pt").read_bytes() == (started[1] / "model.pt").read_bytes()
+
+
+def test_the_smallest_value_of_every_setting_runs_with_finite_numbers(script, tmp_path):
+    least = dict(num_samples=1, window=1, batch_size=1, time_limit=1, policy_layers=(1,), critic_layers=(1,))
+    least |= dict(buffer_size=2, learning_starts=0, total_timesteps=5, updates_per_step=1.0, target_period=1, gamma=0.0)
+    process = train(script, tiny(run_dir="run", **least), tmp_path)
+    assert process.err == "" and len(rows(tmp_path / "run")) == 5
+    assert all(math.isfinite(float(value)) for row in rows(tmp_path / "run") for value in row.values() if value)
 
 
 def test_on_a_terminal_the_progress_line_rewrites_itself(script, tmp_path):
