@@ -2,14 +2,22 @@
 
     python benchmark/run.py --script mpo_continuous.py --tasks core6 --seeds 3 --total-timesteps 100000 --workers 2
     python benchmark/run.py --tasks walker-walk,cheetah-run --label mpo_continuous-tight -- --epsilon-mu 0.01
+    python benchmark/run.py --script benchmark/baselines.py --tasks core6 --label sac -- --algorithm sac
 
 The runs themselves live in runs/benchmark/LABEL/TASK/seedK. A finished run is skipped, an interrupted one is resumed, a
 failed one is reported at the end with the last lines of its log, and the exit code is then 1. Flags after `--` go to
 the script. Each finished run leaves benchmark/results/LABEL/TASK/seedK.csv, what all figures are made from.
+
+Any script can be run that takes --env-id, --seed, --total-timesteps, --threads and --run-dir, and leaves args.json and
+progress.csv in its run folder; if it leaves checkpoint.pt there too, it is resumed with --resume FOLDER.
 """
 
 import csv
+import fcntl
+import heapq
 import json
+import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,12 +42,13 @@ TASKS = {
     "atari5": "ALE/Pong-v5 ALE/Breakout-v5 ALE/Qbert-v5 ALE/Tennis-v5 ALE/Boxing-v5",
     "smoke": "cartpole-swingup",
 }
+UNFINISHED = ("waiting", "elsewhere", "running")  # elsewhere: another queue, or one that was killed, left it running
 
 
 @dataclass
 class Args:
     script: str = "mpo_continuous.py"  # the script to run
-    tasks: str = "smoke"  # a named set, or tasks separated by commas: walker-walk, or a whole Gymnasium id
+    tasks: str = "smoke"  # named sets and tasks, separated by commas: core6, walker-walk, or a whole Gymnasium id
     seeds: str = "1"  # how many seeds, 3 meaning 1, 2 and 3; or which ones, separated by commas: 2,5
     total_timesteps: int = 100_000  # environment steps of each run
     workers: int = 2  # runs at a time
@@ -49,33 +58,101 @@ class Args:
     results: str = "benchmark/results"  # where the CSVs go
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The user's input. Each answer is one sentence and exit code 2.
+def refuse(sentence):
+    print(f"run.py: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def tasks_of(text):
+    """The tasks of a comma-separated list of sets and tasks, each once."""
+    tasks = []
+    for part in text.split(","):
+        if part not in TASKS and not ("-" in part or "/" in part):
+            refuse(f"there is no task set {part!r}; the sets are {', '.join(TASKS)}, and a task is like walker-walk.")
+        tasks += TASKS.get(part, part).split()
+    return list(dict.fromkeys(tasks))
+
+
+def seeds_of(text):
+    """The seeds meant: 3 is 1, 2 and 3; 2,5 is 2 and 5; and 7, with a comma after it, is 7 alone."""
+    words = [word for word in text.split(",") if word]
+    if not words or not all(word.strip().isdecimal() for word in words) or ("," not in text and int(text) == 0):
+        refuse(f"--seeds {text!r} is neither a number of seeds, such as 3, nor a list of them, such as 2,5.")
+    listed = [int(word) for word in words]
+    return list(dict.fromkeys(listed)) if "," in text else list(range(1, listed[0] + 1))
+
+
+def validate(args):
+    for name in ("total_timesteps", "workers", "threads"):
+        if getattr(args, name) < 1:
+            refuse(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}.")
+    if not Path(args.script).is_file():
+        refuse(f"there is no script {args.script} here.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run.
 class Job:
-    """One run: a task, a seed, its folder, and how far it is."""
+    """A task, a seed, the folder of the run, and how far it is."""
 
     def __init__(self, args, extra, task, seed):
-        self.task, self.seed, self.total = task, seed, args.total_timesteps
+        self.task, self.seed, self.total, self.threads = task, seed, args.total_timesteps, args.threads
         label = args.label or Path(args.script).stem
-        self.env_id = task if "/" in task or task[:1].isupper() else f"dm_control/{task}-v0"
+        env_id = task if "/" in task or task[:1].isupper() else f"dm_control/{task}-v0"
         name = task.replace("/", "-")
         self.folder = Path(args.runs) / label / name / f"seed{seed}"
         self.log = self.folder.with_suffix(".log")
+        self.commits = self.folder.with_suffix(".commit")
         self.result = Path(args.results) / label / name / f"seed{seed}.csv"
-        self.flags = ["--env-id", self.env_id, "--seed", str(seed), "--total-timesteps", str(args.total_timesteps)]
+        self.flags = ["--env-id", env_id, "--seed", str(seed), "--total-timesteps", str(args.total_timesteps)]
         self.flags += ["--threads", str(args.threads), *extra]
-        self.script, self.process, self.state = args.script, None, "waiting"
-        if self.result.exists() and read_result(self.result)[1][-1]["env_steps"] >= self.total:
+        self.script, self.process, self.state, self.taken = args.script, None, "waiting", None
+        self.skip_if_done()
+
+    def skip_if_done(self):
+        """A result that is long enough ends the job; one that was made with other flags must not pass for it."""
+        if not self.result.exists():
+            return
+        head, rows = read_result(self.result)
+        made, asked = essence(head["command"]), essence(command_line(self))
+        if made != asked:
+            refuse(f"{self.result} was made by {made!r}, not by {asked!r}; name this variant with --label.")
+        if rows and rows[-1]["env_steps"] >= self.total:
             self.state = "done before"
 
     def start(self):
-        command = [sys.executable, self.script, *self.flags, "--run-dir", str(self.folder)]
-        if (self.folder / "checkpoint.pt").exists():
-            command += ["--resume", str(self.folder)]
-        elif self.folder.exists():
-            shutil.rmtree(self.folder)  # stopped before its first checkpoint
+        """Whether the run has begun. Its process holds a lock on the log as long as it lives, so none runs twice."""
+        self.skip_if_done()
+        if self.state == "done before":
+            return False
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        self.state, self.started, self.first_step, self.commit = "running", time.time(), self.step(), current_commit()
+        with open(self.log, "a") as log:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.state = "elsewhere"
+                return False
+            log.truncate(0)
+            command = [sys.executable, self.script, *self.flags, "--run-dir", str(self.folder)]
+            commit = current_commit(self.script)
+            if (self.folder / "checkpoint.pt").exists():
+                command += ["--resume", str(self.folder)]
+                before = self.commits.read_text() if self.commits.exists() else "unknown"
+                if before.split()[-1] != commit:
+                    commit = f"{before}, from about step {self.step():,} on {commit}"
+                else:
+                    commit = before
+            elif self.folder.exists():
+                shutil.rmtree(self.folder)  # stopped before its first checkpoint
+            self.commits.write_text(commit)
+            surroundings = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
+            options = dict(stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=surroundings)
+            # A session of its own: Ctrl-C reaches it once, through stop(), and it saves; twice would end it at once.
+            self.process = subprocess.Popen(command, start_new_session=True, **options)
+        self.state, self.started, self.first_step = "running", time.time(), self.step()
+        return True
 
     def step(self):
         """Environment steps logged so far."""
@@ -88,36 +165,79 @@ class Job:
         """Whether the run has just ended; a good end writes its result."""
         if self.state != "running" or self.process.poll() is None:
             return False
-        self.state = "done" if self.process.returncode == 0 else f"failed ({self.process.returncode})"
+        self.taken = time.time() - self.started
+        self.state = "done" if self.process.returncode == 0 else f"failed (exit code {self.process.returncode})"
         if self.state == "done":
-            write_result(self)
+            try:
+                write_result(self)
+            except (OSError, KeyError, ValueError) as error:
+                self.state = f"failed (it ended well, but left no result: {error!r})"
         return True
 
-    def seconds_left(self):
-        done = self.step() - self.first_step
-        return (self.total - self.step()) * (time.time() - self.started) / done if done > 0 else None
+    def pace(self):
+        """Seconds per environment step in this session; None if nothing was logged yet."""
+        if self.process is None or self.state.startswith("failed") or self.step() <= self.first_step:
+            return None
+        return (self.taken or time.time() - self.started) / (self.step() - self.first_step)
+
+    def seconds_left(self, pace):
+        return max(self.total - self.step(), 0) * pace
 
 
-def current_commit():
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return commit.stdout.strip() or "unknown"
+def current_commit(script):
+    """The commit of the repository, and whether the script differs from it."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", str(Path(script).resolve())], capture_output=True)
+    return (commit or "unknown") + ("+changed" if commit and changed.returncode == 1 else "")
+
+
+def stop(jobs):
+    """Ask the runs to save and end; the same command goes on from there."""
+    running = [job.process for job in jobs if job.state == "running"]
+    try:
+        for process in running:
+            process.send_signal(signal.SIGINT)
+        for process in running:
+            process.wait()
+    except KeyboardInterrupt:
+        for process in running:
+            process.kill()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The result: progress.csv reduced to what figures need, under a header with the commit and the arguments.
+def command_line(job):
+    return shlex.join(["python", job.script, *job.flags])
+
+
+def essence(command):
+    """What of a command decides what a run learns: not how long it is, nor how fast."""
+    words = shlex.split(command)[1:]
+    words[0] = Path(words[0]).name
+    for flag, count in {"--total-timesteps": 2, "--threads": 2, "--compile": 1, "--no-compile": 1}.items():
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + count]
+    return " ".join(words)
 
 
 def write_result(job):
-    """progress.csv reduced to what figures need, under a header with the commit and the arguments."""
     with open(job.folder / "progress.csv") as file:
         rows = list(csv.DictReader(file))
     settings = json.loads((job.folder / "args.json").read_text())
     settings = {name: value for name, value in settings.items() if name != "run_dir"}
+    lines = [f"# commit: {job.commits.read_text()}", f"# command: {command_line(job)}"]
+    lines += [f"# args: {json.dumps(settings)}", "env_steps,train_return,eval_return,seconds,updates"]
+    for row in rows:
+        evaluated = row["eval/episodic_return"] and f"{float(row['eval/episodic_return']):.2f}"
+        values = row["global_step"], f"{float(row['charts/episodic_return']):.2f}", evaluated
+        lines.append(",".join([*values, f"{float(row['charts/seconds']):.1f}", row["charts/updates"]]))
+    if not rows or int(rows[-1]["global_step"]) < job.total:
+        raise ValueError(f"{job.folder / 'progress.csv'} ends before step {job.total:,}")
     job.result.parent.mkdir(parents=True, exist_ok=True)
-    with open(job.result, "w") as file:
-        file.write(f"# commit: {job.commit}\n")
-        file.write(f"# command: python {job.script} {' '.join(job.flags)}\n# args: {json.dumps(settings)}\n")
-        file.write("env_steps,train_return,eval_return,seconds,updates\n")
-        for row in rows:
-            evaluated = row["eval/episodic_return"] and f"{float(row['eval/episodic_return']):.2f}"
-            values = row["global_step"], f"{float(row['charts/episodic_return']):.2f}", evaluated
-            file.write(",".join([*values, f"{float(row['charts/seconds']):.1f}", row["charts/updates"]]) + "\n")
+    aside = job.result.with_suffix(".tmp")
+    aside.write_text("\n".join(lines) + "\n")
+    aside.replace(job.result)
 
 
 def read_result(path):
@@ -128,51 +248,87 @@ def read_result(path):
     return head, [{name: float(value) if value else None for name, value in row.items()} for row in rows]
 
 
-def table(jobs):
-    """What runs, what is done and when it will end, a line a job."""
-    lines = []
+# ---------------------------------------------------------------------------------------------------------------------
+# The queue and its table.
+def expected_end(jobs, workers):
+    """Seconds until the last run ends, if each waiting one goes at the others' mean pace; None before the first row."""
+    paces = [pace for job in jobs if (pace := job.pace())]
+    if not paces:
+        return None
+    mean = sum(paces) / len(paces)
+    free = [job.seconds_left(job.pace() or mean) for job in jobs if job.state == "running"]  # when each worker is
+    free = (free + [0.0] * workers)[: max(workers, len(free))]
+    heapq.heapify(free)
     for job in jobs:
-        note = ""
-        if job.state == "running":
-            left = job.seconds_left()
-            note = f"{job.step():>9,} / {job.total:,}" + (f"   {left / 60:.0f} min left" if left is not None else "")
-        lines.append(f"{job.task:28} seed {job.seed}   {job.state:12} {note}")
-    return lines
+        if job.state == "waiting":
+            heapq.heappush(free, heapq.heappop(free) + job.seconds_left(mean))
+    return max(free)
+
+
+def line(job):
+    note = ""
+    if job.state == "running":
+        pace = job.pace()
+        note = f"{job.step():>11,} / {job.total:,}"
+        note += f"   {clock(job.seconds_left(pace))} left" if pace else ""
+    elif job.taken:
+        note = f"after {clock(job.taken)}"
+    return f"{job.task:26} seed {job.seed:<3} {job.state:12} {note}".rstrip()
+
+
+def summary(jobs, workers):
+    states = [job.state.split()[0] for job in jobs]
+    counts = [f"{states.count('done')} of {len(jobs)} done"]
+    counts += [f"{states.count(name)} {name}" for name in (*UNFINISHED[::-1], "failed") if name in states]
+    left = expected_end(jobs, workers) if any(state in UNFINISHED for state in states) else None
+    end = time.strftime("%a %H:%M", time.localtime(time.time() + left)) if left is not None else ""
+    return f"{time.strftime('%H:%M')}  {', '.join(counts)}" + (f"; the end in {clock(left)}, {end}" if end else "")
+
+
+def clock(seconds):
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
+
+
+def show(jobs, changed, workers):
+    """On a terminal the whole table, again and again (what fits of it); elsewhere what has changed or still runs."""
+    if sys.stdout.isatty():
+        height = shutil.get_terminal_size().lines - 2
+        shown = [job for job in jobs if len(jobs) <= height or job.state not in ("waiting", "done", "done before")]
+        print("\033[2J\033[H" + "\n".join([summary(jobs, workers), *map(line, shown[:height])]), flush=True)
+    else:
+        shown = [job for job in jobs if job in changed or job.state == "running"]
+        print("\n".join([summary(jobs, workers), *(f"       {line(job)}" for job in shown)]), flush=True)
 
 
 def main(args, extra):
-    tasks = TASKS.get(args.tasks, args.tasks.replace(",", " ")).split()
-    listed = [int(seed) for seed in args.seeds.split(",") if seed]
-    seeds = listed if "," in args.seeds else range(1, listed[0] + 1)
-    jobs = [Job(args, extra, task, seed) for seed in seeds for task in tasks]
-    live, shown = sys.stdout.isatty(), 0.0
+    validate(args)
+    jobs = [Job(args, extra, task, seed) for seed in seeds_of(args.seeds) for task in tasks_of(args.tasks)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    shown_at = 0.0
     try:
-        while any(job.state in ("waiting", "running") for job in jobs):
-            ended = [job for job in jobs if job.poll()]
-            free = args.workers - sum(job.state == "running" for job in jobs)
-            for job in [job for job in jobs if job.state == "waiting"][:free]:
-                job.start()
-                ended.append(job)
-            if live or ended or time.time() - shown > 300:
-                lines, shown = table(jobs), time.time()
-                print(
-                    "\033[2J\033[H" + "\n".join(lines) if live else "\n".join([time.strftime("%H:%M"), *lines]),
-                    flush=True,
-                )
-            time.sleep(2 if live else 0.5)
+        while any(job.state in UNFINISHED for job in jobs):
+            changed = [job for job in jobs if job.poll()]
+            for job in jobs:
+                if job.state in ("waiting", "elsewhere") and sum(j.state == "running" for j in jobs) < args.workers:
+                    before = job.state
+                    job.start()
+                    changed += [job] if job.state != before else []
+            if changed or time.time() - shown_at > (2 if sys.stdout.isatty() else 300):
+                show(jobs, changed, args.workers)
+                shown_at = time.time()
+            time.sleep(0.2)
     except KeyboardInterrupt:
-        for job in jobs:
-            if job.state == "running":
-                job.process.send_signal(signal.SIGINT)  # it saves, and the same command goes on from there
-        for job in jobs:
-            if job.state == "running":
-                job.process.wait()
-        raise SystemExit("stopped; the same command goes on from here") from None
+        print("stopping: each run saves what it has", flush=True)
+        stop(jobs)
+        print("stopped; the same command goes on from here", flush=True)
+        raise SystemExit(130) from None
     failed = [job for job in jobs if job.state.startswith("failed")]
     for job in failed:
         print(f"\n{job.task} seed {job.seed} {job.state}; the end of {job.log}:")
-        print("\n".join(job.log.read_text().splitlines()[-10:]))
-    print(f"\n{len(jobs) - len(failed)} of {len(jobs)} runs done")
+        print("\n".join(job.log.read_text(errors="replace").splitlines()[-10:]))
+    before = sum(job.state == "done before" for job in jobs)
+    print(f"\n{len(jobs) - len(failed)} of {len(jobs)} runs done ({before} of them before), {len(failed)} failed")
     raise SystemExit(1 if failed else 0)
 
 
