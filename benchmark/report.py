@@ -344,13 +344,17 @@ def draw_aggregate(runs):
                 panel.fill_between(x, *band, color=algorithm.colour, alpha=0.2, linewidth=0)
         left.set(ylabel="IQM of return", xlim=(0, None), ylim=(0, 1.05 * left.get_ylim()[1]))
         right.set(ylabel="share of runs above τ", xlim=(0, 1000), ylim=(0, 1.02))
-        right.yaxis.set_major_locator(MaxNLocator(4))
+        right.set_yticks([0, 0.25, 0.5, 0.75, 1])
         left.set_title(f"{counted(len(tasks), 'task')}, {seed_range(seed_counts(runs, labels, tasks))} each")
         right.set_title(f"at {mark:,} steps")
         thousands(left)
     left.set_xlabel("environment steps")
     right.set_xlabel("return τ")
-    legend(figure, [OURS[label] for labels, _ in groups for label in labels], "mean-action return, 95% intervals")
+    legend(
+        figure,
+        [OURS[label] for labels, _ in groups for label in labels],
+        "mean-action return, 95% intervals over seeds",
+    )
     return figure
 
 
@@ -390,9 +394,8 @@ def draw_sensitivity(runs):
                 panel.plot(x, y, color=mpo.colour, marker=mpo.marker, markersize=5, **style)
         seeds = {value[2] for points in settings.values() for value in points.values()}
         panel.set_title(f"{task}, {seed_range(seeds)}")
-        panel.set_xticks(
-            range(len(SETTINGS)), ["$\\epsilon$", "$\\epsilon_\\mu$", "$\\epsilon_\\Sigma$", "learning rates"]
-        )
+        symbols = [r"$\epsilon$", r"$\epsilon_\mu$", r"$\epsilon_\Sigma$", "rates"]  # in the order of SETTINGS
+        panel.set_xticks(range(len(SETTINGS)), symbols)
         panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
         panel.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     solid = Line2D([], [], color=mpo.colour, marker=mpo.marker, label="mean action")
