@@ -350,11 +350,8 @@ def draw_aggregate(runs):
         thousands(left)
     left.set_xlabel("environment steps")
     right.set_xlabel("return τ")
-    legend(
-        figure,
-        [OURS[label] for labels, _ in groups for label in labels],
-        "mean-action return, 95% intervals over seeds",
-    )
+    drawn = [OURS[label] for labels, _ in groups for label in labels]
+    legend(figure, drawn, "mean-action return, 95% intervals over seeds")
     return figure
 
 
