@@ -51,9 +51,10 @@ class Continuous:
         critic = script.Critic(**sizes, layers=args.critic_layers)
         temperature = {"eta": 1.0} if hasattr(script, "temperature_dual") else {}
         self.agent = script.Agent(policy, critic, **temperature, eta_mu=1.0, eta_sigma=100.0)
-        networks = {"params": [*policy.parameters(), *critic.parameters()], "lr": args.learning_rate}
-        multipliers = {"params": self.agent.multipliers(), "lr": args.multiplier_rate}
-        self.optimiser = torch.optim.Adam([networks, multipliers], fused=True)
+        groups = [{"params": list(policy.parameters()), "lr": args.policy_learning_rate}]
+        groups += [{"params": list(critic.parameters()), "lr": args.learning_rate}]
+        groups += [{"params": self.agent.multipliers(), "lr": args.multiplier_rate}]
+        self.optimiser = torch.optim.Adam(groups, fused=True)
         self.replay = script.Replay(args.buffer_size, **sizes)
         losses = getattr(script, "compute_losses", None) or script.parametric_losses
         self.loss_function = torch.compile(losses) if compiled else losses
@@ -88,8 +89,8 @@ class Continuous:
 
         policy = layers(states, self.state_size, *SIZES["policy_layers"], self.action_size)
         policy += layers(states, SIZES["policy_layers"][-1], self.action_size**2)
-        scores = critic(states, states * SIZES["num_samples"])
-        forward = 2 * policy + 2 * critic(steps, steps) + scores  # pi and pi_i; Q and Q' of the steps taken; Q' of M
+        scores = critic(states, states * SIZES["num_samples"] + steps)
+        forward = 2 * policy + critic(steps, steps) + scores  # pi and pi_i; Q of the steps taken; Q' of M and of them
         return forward, policy + critic(steps, steps), policy[1:] + critic(steps, steps)[2:]
 
     def replay_bytes(self):
@@ -228,7 +229,7 @@ def main():
     options.updates, options.steps = (10, 50) if options.quick else (20, 250)  # in a turn
     if options.child:
         torch.set_num_threads(options.child)
-        torch.zeros(2**23)  # 32 MB, given back at once: from then on glibc keeps what an update gives back for the next
+        torch.zeros(2**23)  # as the scripts' main() does
         return print(json.dumps(measure_memory(options) if options.memory else measure_speed(options)))
 
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
