@@ -21,6 +21,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -95,6 +96,13 @@ class Continuous:
 
     def replay_bytes(self):
         return sum(rows.numel() * rows.element_size() for rows in self.replay.rows.values())
+
+    def save(self):
+        """A checkpoint with a full replay, the largest there can be."""
+        self.replay.size = self.replay.capacity
+        counters = dict.fromkeys(("global_step", "episode", "updates", "due", "began", "seconds"), 0) | {"returns": []}
+        with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # the same disk that runs are on
+            self.script.save_checkpoint(folder, self.agent, self.optimiser, self.replay, counters | {"workers": 1})
 
 
 class SAC:
@@ -171,13 +179,16 @@ def measure_speed(options):
 
 
 def measure_memory(options):
-    """Peak memory of a process that does nothing but learn, for one episode; and the size of a full replay."""
+    """Peak memory of a process that does nothing but learn, for one episode; size of a full replay, time to save it."""
     name, _, mode = options.memory.partition(" ")
     script = importlib.import_module(Path(name if mode else options.scripts[0]).stem)
     learner = SCRIPTS[name](script, mode == "compiled", options.steps) if mode else SAC(script, options.steps)
     learner.live()
     peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]  # Linux's, as is much here
-    return {"peak": int(peak) * 1024, "replay": learner.replay_bytes()}
+    began = time.perf_counter()
+    if mode:
+        learner.save()
+    return {"peak": int(peak) * 1024, "replay": learner.replay_bytes(), "saved": time.perf_counter() - began}
 
 
 def run_child(threads, *more):
@@ -211,6 +222,12 @@ def table(results):
             lines.append("|" + "|".join([*cells, f"{found['memory'][name]['peak'] / 1e6:.0f} MB"]) + "|")
     replay = {name.split()[0]: f"{memory['replay'] / 1e6:.0f} MB" for name, memory in found["memory"].items()}
     lines += ["", f"A replay of a million steps: {', '.join(' '.join(pair) for pair in replay.items())}."]
+    for name, rates in found["steps"].items():
+        if name.endswith("eager"):  # a checkpoint is written every 10,000 steps
+            seconds, interval = found["memory"][name]["saved"], 10_000 / statistics.median(rates)
+            lines += [
+                f"{name.split()[0]}: a checkpoint with that replay takes {seconds:.2f} s, {seconds / interval:.1%}."
+            ]
     return "\n".join([*lines, results["where"]])
 
 
