@@ -36,6 +36,8 @@ if given["--env-id"] == "dm_control/bad-task-v0":
     print("first line"), sys.exit("this task cannot be learned")
 if given["--env-id"] == "dm_control/empty-task-v0":
     sys.exit(0)
+if given["--env-id"] == "dm_control/short-task-v0":
+    total //= 2
 asked = []
 def ask(*_):
     asked.append(1)
@@ -59,6 +61,7 @@ while step < total:
     aside = folder / "aside"
     aside.write_text(str(step)), aside.replace(checkpoint)
     if asked:
+        print("saved, as asked")
         sys.exit(130)
 """
 
@@ -165,15 +168,17 @@ def test_ctrl_c_lets_each_run_save_once_and_the_same_command_goes_on(folder):
     assert "the same command goes on" in (folder / "out").read_text()
     saved = int((folder / "runs/benchmark/learner/a-b/seed1/checkpoint.pt").read_text())
     assert saved == 100 * steps(folder) < 1000
+    assert (folder / "runs/benchmark/learner/a-b/seed1.log").read_text() == "saved, as asked\n"
     assert run_queue(folder, tasks="a-b", pause=0.1).returncode == 0 and starts(folder)[1][2] == "resumed"
 
 
 def test_failures_are_reported_with_the_end_of_their_log_and_exit_code_1_and_the_rest_is_done(folder):
-    done = run_queue(folder, tasks="bad-task,a-b,empty-task", workers=1)
-    assert done.returncode == 1 and "1 of 3 runs done (0 of them before), 2 failed" in done.stdout
+    done = run_queue(folder, tasks="bad-task,a-b,empty-task,short-task", workers=1)
+    assert done.returncode == 1 and "1 of 4 runs done (0 of them before), 3 failed" in done.stdout
     end = done.stdout.split("bad-task seed 1 failed (exit code 1)")[-1]
     assert "first line\nthis task cannot be learned" in end and "bad-task/seed1.log" in end
-    assert "empty-task seed 1 failed (it ended well, but left no result" in done.stdout
+    for task in ("empty-task", "short-task"):
+        assert f"{task} seed 1 failed (it ended well, but left no result" in done.stdout
     assert sorted(path.parent.name for path in folder.glob("results/learner/*/*")) == ["a-b"]
     killed = start_queue(folder, tasks="c-d", pause=0.1)
     wait_until(lambda: steps(folder, "c-d") >= 1, killed)
