@@ -701,8 +701,8 @@ class Log:
             return
         self.shown_at, total = time.time(), self.args.total_timesteps
         done = max(counters["global_step"] - counters["due"] / self.args.updates_per_step, 1)
-        speed = done / (time.time() - self.started)
-        line = f"step {done:,.0f}/{total:,}  return {np.mean(counters['returns']):.1f}  {speed:.0f} steps/s"
+        speed, mean = done / (time.time() - self.started), np.mean(counters["returns"] or [math.nan])
+        line = f"step {done:,.0f}/{total:,}  return {mean:.1f}  {speed:.0f} steps/s"
         self.say(f"{line}  {clock((total - done) / speed)} left", end="" if self.live else "\n")
 
     def say(self, sentence, end="\n"):
