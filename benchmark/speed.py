@@ -2,6 +2,7 @@
 
     python benchmark/speed.py             the whole table; leave the machine alone meanwhile
     python benchmark/speed.py --quick     the same table sooner, with more noise
+    python benchmark/speed.py --atari     mpo_atari.py on Pong against stable-baselines3's DQN, a table of its own
 
 Columns: gradient steps per second of the script's own update (replay sample, losses, backward, clipping, Adam); how
 many times per second the matrix products of that update alone can be done, and the ratio of the two; environment
@@ -10,6 +11,9 @@ the same task; and the peak memory of such a run. Eager and compiled, with one t
 
 Whatever is compared takes turns in one process, so that a busy or a slow machine slows all of it: the figures are
 medians over the turns, a ratio is the median of the ratios within a turn. Each thread count is a process of its own.
+
+On Atari both learners have DQN's network, 32 frames in a gradient step and a gradient step every four agent steps; DQN
+trains one network and ours two. The time per frame trained on is that of a gradient step, replay included, over 32.
 """
 
 import argparse
@@ -25,6 +29,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import gymnasium as gym
+import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -123,6 +129,87 @@ class SAC:
         return sum(array.nbytes for array in vars(self.model.replay_buffer).values() if hasattr(array, "nbytes"))
 
 
+class Atari:
+    """mpo_atari.py, put together as its main() does, with eight games of Pong."""
+
+    def __init__(self):
+        import mpo_atari as script
+
+        self.script, self.args = script, script.Args(batch_size=8, window=4, buffer_size=100_000)
+        self.env, shape = script.make_env(self.args), (4, 84, 84)
+        options = {"shape": shape, "actions": int(self.env.single_action_space.n), "layers": ()}
+        policy, critic = script.Policy(**options), script.Critic(**options)
+        self.agent = script.Agent(policy, critic, eta=1.0, eta_pi=1.0)
+        groups = [{"params": list(policy.parameters()), "lr": self.args.policy_learning_rate}]
+        groups += [{"params": list(critic.parameters()), "lr": self.args.learning_rate}]
+        groups += [{"params": self.agent.multipliers(), "lr": self.args.multiplier_rate}]
+        self.optimiser = torch.optim.Adam(groups, fused=True)
+        self.replay = script.make_replay(self.args, shape)
+        self.games = script.Games(self.env, self.replay, seed=1)
+        for _ in range(100):
+            self.games.step(policy, self.args)
+
+    def update(self):
+        batch = self.replay.sample(self.args.batch_size, self.args.window)
+        self.script.update(self.agent, self.optimiser, self.script.discrete_losses, batch, self.args)
+
+    def live(self):
+        """Eight agent steps and two updates."""
+        self.games.step(self.agent.policy, self.args)
+        for _ in range(2):
+            self.update()
+
+    def play(self):
+        """Eight agent steps of the environment alone."""
+        self.env.step(self.env.action_space.sample())
+
+    def save(self):
+        """Seconds of a checkpoint after 20,000 new rows, the default interval, with 20,000 old ones saved before."""
+        rings = self.replay.length * torch.arange(self.args.num_envs).unsqueeze(-1)
+        with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # the same disk that runs are on
+            self.replay.folder = Path(folder) / "replay"
+            for first in (0, 2500):
+                self.replay.changed[(rings + torch.arange(first, first + 2500)) // self.replay.CHUNK] = True
+                began = time.perf_counter()
+                self.script.save_run(folder, self.agent, self.optimiser, self.replay, {})
+            return time.perf_counter() - began
+
+
+class OneGame(gym.Env):
+    """The same environment with one game, as stable-baselines3 wants it."""
+
+    def __init__(self):
+        import mpo_atari
+
+        self.games = mpo_atari.make_env(mpo_atari.Args(), num_envs=1)
+        self.observation_space, self.action_space = self.games.single_observation_space, self.games.single_action_space
+
+    def reset(self, seed=None, options=None):
+        return self.games.reset(seed=seed)[0][0], {}
+
+    def step(self, action):
+        observation, reward, terminated, truncated, _ = self.games.step(np.array([action]))
+        return observation[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
+
+
+class DQN:
+    """stable-baselines3's, with DQN's own network, 32 frames in a gradient step and one every four agent steps."""
+
+    def __init__(self):
+        import stable_baselines3
+
+        settings = {"batch_size": 32, "train_freq": 4, "learning_starts": 100, "buffer_size": 5000, "device": "cpu"}
+        self.model = stable_baselines3.DQN("CnnPolicy", OneGame(), seed=1, **settings)
+        self.model.learn(400, log_interval=None)
+
+    def update(self):
+        self.model.train(gradient_steps=1, batch_size=32)
+
+    def live(self):
+        """Eight agent steps and two updates."""
+        self.model.learn(8, reset_num_timesteps=False, log_interval=None)
+
+
 SCRIPTS = {"mpo_continuous.py": Continuous, "mpo_parametric.py": Continuous}  # another kind of script: another class
 
 
@@ -191,6 +278,17 @@ def measure_memory(options):
     return {"peak": int(peak) * 1024, "replay": learner.replay_bytes(), "saved": time.perf_counter() - began}
 
 
+def measure_atari(options):
+    ours, theirs = Atari(), DQN()
+    update, live = {"mpo_atari.py": ours.update, "DQN": theirs.update}, {"mpo_atari.py": ours.live, "DQN": theirs.live}
+    take_turns(update, 1, 5, 1)  # to warm up
+    updates = take_turns(update, options.rounds, options.updates, 1)
+    steps = take_turns(live, options.rounds, options.updates // 2, 8)
+    environment = take_turns({"environment": ours.play}, options.rounds, options.updates, 8)["environment"]
+    facts = {"replay": sum(x.nbytes for x in ours.replay.rows.values()) * 10, "saved": ours.save()}
+    return {"updates": updates, "steps": steps, "environment": environment, "facts": facts}
+
+
 def run_child(threads, *more):
     words = [sys.executable, __file__, *sys.argv[1:], "--child", str(threads), *more]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}  # torch's, about itself
@@ -231,6 +329,34 @@ def table(results):
     return "\n".join([*lines, results["where"]])
 
 
+def atari_table(results):
+    """Markdown, a row per learner and thread count."""
+    columns = (
+        "learner|threads|gradient steps/s|ms per frame trained on|of DQN's|agent steps/s|environment alone, steps/s"
+    )
+    lines = [f"|{columns}|", "|---" + "|---:" * columns.count("|") + "|"]
+    for threads, found in results["threads"].items():
+        for name, rates in found["updates"].items():
+            median, steps = statistics.median(rates), statistics.median(found["steps"][name])
+            cells = [
+                name,
+                threads,
+                f"{median:.1f}",
+                f"{1000 / 32 / median:.2f}",
+                compare(found["updates"]["DQN"], rates),
+            ]
+            alone = f"{statistics.median(found['environment']):.0f}" if name != "DQN" else ""
+            lines.append("|" + "|".join([*cells, f"{steps:.0f}", alone]) + "|")
+        seconds = 20_000 / statistics.median(found["steps"]["mpo_atari.py"])
+    facts = found["facts"]
+    share = f"{facts['saved']:.1f} s, {facts['saved'] / seconds:.1%} of the time between two"
+    lines += [
+        "",
+        f"A replay of a million steps: {facts['replay'] / 1e9:.2f} GB. A checkpoint every 20,000 steps: {share}.",
+    ]
+    return "\n".join([*lines, results["where"]])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scripts", nargs="+", default=list(SCRIPTS), help="absent ones are skipped")
@@ -238,7 +364,8 @@ def main():
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15, help="turns that each update takes; a third as many episodes")
     parser.add_argument("--quick", action="store_true", help="shorter turns, of 10 updates and of 50 steps")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmark/results/speed.json", help="and .md beside it")
+    parser.add_argument("--atari", action="store_true", help="measure mpo_atari.py and nothing else")
+    parser.add_argument("--output", type=Path, help="a .json, and .md beside it; default: benchmark/results/speed.json")
     parser.add_argument("--child", type=int, default=0, help=argparse.SUPPRESS)  # this and the next: for run_child
     parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -247,19 +374,24 @@ def main():
     if options.child:
         torch.set_num_threads(options.child)
         torch.zeros(2**23)  # as the scripts' main() does
-        return print(json.dumps(measure_memory(options) if options.memory else measure_speed(options)))
+        measure = measure_atari if options.atari else measure_memory if options.memory else measure_speed
+        return print(json.dumps(measure(options)))
 
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "stable-baselines3"))
     command = " ".join(["python benchmark/speed.py", *sys.argv[1:]])
-    results = {"where": f"{TASK}; {os.cpu_count()} cores of {cpu}, {packages}; `{command}`.", "threads": {}}
+    task = "ALE/Pong-v5" if options.atari else TASK
+    results = {"where": f"{task}; {os.cpu_count()} cores of {cpu}, {packages}; `{command}`.", "threads": {}}
     for threads in options.threads:
         found = results["threads"][str(threads)] = run_child(threads)
-        found["memory"] = {name: run_child(threads, "--memory", name) for name in found["steps"]}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
-    options.output.with_suffix(".md").write_text(table(results) + "\n")
-    print(table(results))
+        if not options.atari:
+            found["memory"] = {name: run_child(threads, "--memory", name) for name in found["steps"]}
+    output = options.output or ROOT / f"benchmark/results/speed{'_atari' if options.atari else ''}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=1) + "\n")
+    report = (atari_table if options.atari else table)(results)
+    output.with_suffix(".md").write_text(report + "\n")
+    print(report)
 
 
 if __name__ == "__main__":
