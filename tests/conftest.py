@@ -11,10 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+import mpo_atari  # noqa: E402
 import mpo_continuous  # noqa: E402
 import mpo_parametric  # noqa: E402
 
-SCRIPTS = [mpo_continuous, mpo_parametric]
+SCRIPTS = [mpo_continuous, mpo_parametric, mpo_atari]
 
 torch.set_num_threads(1)
 settings.register_profile("repository", deadline=None, derandomize=True, database=None, max_examples=40)

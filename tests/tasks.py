@@ -51,3 +51,63 @@ register("NaNObservation", when=260, observation=np.nan)
 register("InfiniteObservation", when=260, observation=-np.inf)
 register("NaNStart", reset_observation=np.nan)
 register("HugeReward", when=151, lasting=1000, reward=1e38)
+
+
+class Catch(gym.Env):
+    """A ball falls down a board of 12 x 12 squares of 7 x 7 pixels; the agent moves a bar of three squares under it."""
+
+    observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
+    action_space = gym.spaces.Discrete(3)  # left, stay, right
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.row, (self.column, self.bar) = 0, self.np_random.integers((12, 10))
+        return self.picture(), {}
+
+    def picture(self):
+        board = np.zeros((12, 12), np.uint8)
+        board[11, self.bar : self.bar + 3] = 128
+        board[self.row, self.column] = 255
+        return board.repeat(7, 0).repeat(7, 1)
+
+    def step(self, action):
+        self.bar, self.row = int(np.clip(self.bar + action - 1, 0, 9)), self.row + 1
+        caught = self.row == 11 and self.bar <= self.column < self.bar + 3
+        return self.picture(), (1.0 if caught else -1.0) if self.row == 11 else 0.0, self.row == 11, False, {}
+
+
+class Corridor(gym.Env):
+    """Numbers its own steps: the observation is (game, step), the reward 10 times the action plus 1 in every step."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
+
+    def __init__(self, length=5, ends=True, start=0, shape=None):
+        self.length, self.ends, self.game = length, ends, 0
+        self.action_space = gym.spaces.Discrete(3, start=start)
+        self.shape = shape
+        if shape:
+            self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+
+    def observe(self):
+        name = np.array([self.game, self.number], np.float64)
+        return np.full(self.shape, 10 * self.game + self.number, np.uint8) if self.shape else name
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.game, self.number = self.game + 1, 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.number += 1
+        return self.observe(), 10.0 * action + 1, self.ends and self.number == self.length, False, {}
+
+
+register("NaNScore", actions=gym.spaces.Discrete(2), when=110, reward=np.nan)
+register("NaNBoard", actions=gym.spaces.Discrete(2), when=110, observation=np.nan)
+gym.register("Catch-v0", Catch)
+gym.register("Corridor-v0", Corridor, max_episode_steps=20)
+gym.register("Shifted-v0", Corridor, max_episode_steps=20, kwargs=dict(start=5))
+gym.register("Screen-v0", Corridor, max_episode_steps=20, kwargs=dict(shape=(84, 84)))
+gym.register("Screens-v0", Corridor, max_episode_steps=20, kwargs=dict(shape=(4, 84, 84)))
+gym.register("WideScreen-v0", Corridor, max_episode_steps=20, kwargs=dict(shape=(210, 160, 3)))
+gym.register("Cut-v0", Corridor, max_episode_steps=4, kwargs=dict(ends=False))
