@@ -270,14 +270,14 @@ def test_a_baseline_goes_through_the_queue_and_is_evaluated_as_mpo_is(tmp_path):
     sb3 = pytest.importorskip("stable_baselines3")
     own = flags(algorithm="sac", time_limit=50, eval_every=100, eval_episodes=2)
     script = str(BENCHMARK / "baselines.py")
-    done = run_queue(tmp_path, "--", *own, script=script, tasks="cartpole-swingup", label="sac", total=230)
+    done = run_queue(tmp_path, "--", *own, script=script, tasks="walker-walk", label="sac", total=230)
     assert done.returncode == 0, done.stdout
-    head, rows = queue.read_result(tmp_path / "results/sac/cartpole-swingup/seed1.csv")
+    head, rows = queue.read_result(tmp_path / "results/sac/walker-walk/seed1.csv")
     assert [row["env_steps"] for row in rows] == [50, 100, 150, 200, 250]
     assert [row["eval_return"] is not None for row in rows] == [False, True, False, True, True]
     assert json.loads(head["args"])["algorithm"] == "sac"
-    model = sb3.SAC.load(tmp_path / "runs/benchmark/sac/cartpole-swingup/seed1/model.zip")
-    env = mpo_continuous.make_env(mpo_continuous.Args(env_id="dm_control/cartpole-swingup-v0", time_limit=50))
+    model = sb3.SAC.load(tmp_path / "runs/benchmark/sac/walker-walk/seed1/model.zip")
+    env = mpo_continuous.make_env(mpo_continuous.Args(env_id="dm_control/walker-walk-v0", time_limit=50))
     returns = []
     for episode in range(2):
         state, _ = env.reset(seed=mpo_continuous.episode_seed(1, 1, episode))
@@ -337,6 +337,11 @@ def test_a_mark_is_the_mean_of_the_25_000_steps_before_it_and_the_evaluation_the
     run = read(tmp_path)["mpo_continuous"]["walker-walk"][1]
     assert run.training(100_000) == pytest.approx(np.mean(range(76, 101))) and run.evaluation(100_000) == 200
     assert run.training(250_000) is None and run.evaluation(250_000) is None
+    rows = [{"env_steps": step, "train_return": 5.0, "eval_return": step / 1000} for step in (85_000, 92_000, 98_000)]
+    short = report.Run(tmp_path, {}, rows)
+    assert short.training(100_000) is None and short.evaluation(100_000) is None
+    rows.append({"env_steps": 101_000, "train_return": 9.0, "eval_return": None})  # an episode across the mark
+    assert short.training(100_000) == 5 and short.evaluation(100_000) == 98
 
 
 def test_the_interquartile_mean_weighs_tasks_alike_and_its_interval_resamples_the_seeds_of_each_task():
@@ -371,7 +376,7 @@ def test_tables_hold_our_figures_beside_the_published_and_say_what_is_missing(tm
     assert "mean of our" not in full and "| **mean of all 18** | 93 |  | 211 | 287 |" in full
 
 
-@pytest.mark.parametrize("amount", ["little", "much"])
+@pytest.mark.parametrize("amount", ["little", "some", "much"])
 def test_the_report_draws_what_there_is(tmp_path, amount):
     results = tmp_path / "results"
     make_result(results, "mpo_continuous", "walker-walk", 1, steps=20_000 if amount == "little" else 100_000)
@@ -386,7 +391,7 @@ def test_the_report_draws_what_there_is(tmp_path, amount):
     done = subprocess.run(words, capture_output=True, text=True, env=surroundings())
     assert done.returncode == 0 and done.stderr == "", done.stderr
     names = {"training", "evaluation", "wall-clock"}
-    names |= {"ablation", "aggregate", "sensitivity"} if amount == "much" else set()
+    names |= {"little": set(), "some": {"aggregate"}, "much": {"aggregate", "ablation", "sensitivity"}}[amount]
     files = {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
     assert {path.name for path in tmp_path.glob("figures/*")} == files
     text = (tmp_path / "README.md").read_text()
@@ -440,7 +445,10 @@ def test_every_algorithm_has_a_colour_and_a_marker_of_its_own():
 
 def test_sensitivity_scales_the_defaults_of_the_script(tmp_path):
     default = mpo_continuous.Args()
-    for setting, names in sensitivity.SETTINGS.items():
+    scaled = {name: [name.replace("-", "_")] for name in ("epsilon", "epsilon-mu", "epsilon-sigma")}
+    scaled["learning-rates"] = ["learning_rate", "policy_learning_rate"]
+    assert list(scaled) == list(sensitivity.SETTINGS)
+    for setting, names in scaled.items():
         for factor in sensitivity.FACTORS.values():
             words = sensitivity.flags(setting, factor)
             assert words[::2] == [f"--{name.replace('_', '-')}" for name in names]
