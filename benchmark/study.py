@@ -1,12 +1,15 @@
 """One setting at a time: the measurements behind docs/defaults.md.
 
-    python benchmark/study.py            run what is missing (three tasks, one change from the defaults at a time)
-    python benchmark/study.py --table    print the table from benchmark/results/study
+    python benchmark/study.py                    run what is missing: three tasks, one change at a time
+    python benchmark/study.py "window 4" joint   only these; a part of a name is enough
+    python benchmark/study.py --seeds 2,3 paper  other seeds
+    python benchmark/study.py --table            print the table from benchmark/results/study
 
-The runs are short (10,000 environment steps, one seed), so a difference means something only if the tasks agree on it.
-The row of the defaults is the first 10,000 steps of the runs in benchmark/results/mpo_continuous.
+The runs are short, 10,000 environment steps, so that there can be many of them.
 """
 
+import argparse
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -18,19 +21,23 @@ TASKS = ["cartpole-swingup", "walker-walk", "cheetah-run"]
 STEPS = 10_000
 VARIANTS = {
     "defaults": [],
+    "paper: all printed values": ["--paper"],
     "policy-learning-rate 5e-4 (paper)": ["--policy-learning-rate", "5e-4"],
     "epsilon-mu 0.1 (paper)": ["--epsilon-mu", "0.1"],
-    "no-bound-mean": ["--no-bound-mean"],
+    "target-period 1000 (paper)": ["--target-period", "1000"],
+    "target-period 25": ["--target-period", "25"],
     "decoupling followup": ["--decoupling", "followup"],
     "decoupling joint": ["--decoupling", "joint"],
-    "paper (all printed values)": ["--paper"],
-    "target-period 25": ["--target-period", "25"],
-    "target-period 400": ["--target-period", "400"],
-    "window 4": ["--window", "4", "--batch-size", "64"],
-    "window 16": ["--window", "16", "--batch-size", "16"],
-    "num-samples 10": ["--num-samples", "10"],
-    "initial-std 1.0": ["--initial-std", "1.0"],
+    "no-bound-mean": ["--no-bound-mean"],
     "covariance diagonal": ["--covariance", "diagonal"],
+    "window 4, batch-size 64": ["--window", "4", "--batch-size", "64"],
+    "window 16, batch-size 16": ["--window", "16", "--batch-size", "16"],
+    "batch-size 16": ["--batch-size", "16"],
+    "num-samples 5": ["--num-samples", "5"],
+    "num-samples 50": ["--num-samples", "50"],
+    "trajectories 3": ["--trajectories", "3"],
+    "initial-std 0.3": ["--initial-std", "0.3"],
+    "initial-std 1.0": ["--initial-std", "1.0"],
     "multiplier-rate 1e-2": ["--multiplier-rate", "1e-2"],
     "updates-per-step 0.5": ["--updates-per-step", "0.5"],
     "learning-starts 5000": ["--learning-starts", "5000"],
@@ -38,40 +45,47 @@ VARIANTS = {
 
 
 def label(variant):
-    return "study/" + variant.split(" (")[0].replace(" ", "-") if VARIANTS[variant] else "mpo_continuous"
+    return "study/" + variant.split(" (")[0].replace(",", "").replace(":", "").replace(" ", "-")
 
 
-def run(variants):
-    for variant in [variant for variant in variants if VARIANTS[variant]]:
+def run(variants, seeds):
+    for variant in variants:
         command = [sys.executable, str(HERE / "run.py"), "--tasks", ",".join(TASKS), "--label", label(variant)]
-        command += ["--total-timesteps", str(STEPS), "--", *VARIANTS[variant]]
+        command += ["--total-timesteps", str(STEPS), "--seeds", seeds, "--", *VARIANTS[variant]]
         subprocess.run(command, check=True)
 
 
 def reached(variant, task):
-    """Mean-action return at STEPS, and the mean training return of the 5,000 steps before; None if it was not run."""
-    path = HERE / "results" / label(variant) / task / "seed1.csv"
-    if not path.exists():
-        return None
-    rows = [row for row in read_result(path)[1] if row["env_steps"] <= STEPS]
-    late = [row["train_return"] for row in rows if row["env_steps"] > STEPS - 5000]
-    return rows[-1]["eval_return"], sum(late) / len(late)
+    """For each seed: the mean-action return at STEPS, and the mean training return of the 5,000 steps before."""
+    found = []
+    for path in sorted((HERE / "results" / label(variant) / task).glob("seed*.csv")):
+        rows = [row for row in read_result(path)[1] if row["env_steps"] <= STEPS]
+        late = [row["train_return"] for row in rows if row["env_steps"] > STEPS - 5000]
+        found.append((rows[-1]["eval_return"], statistics.mean(late)))
+    return found
 
 
 def table():
-    """Markdown: for each variant and task, `evaluation (training)`."""
-    lines = ["| setting | " + " | ".join(TASKS) + " | mean |", "|---|" + "---:|" * (len(TASKS) + 1)]
+    """Markdown: for each variant and task, `evaluation (training)`, means over seeds where there are several."""
+    lines = ["| setting | " + " | ".join(TASKS) + " | mean | seeds |", "|---|" + "---:|" * (len(TASKS) + 2)]
     for variant in VARIANTS:
         cells = [reached(variant, task) for task in TASKS]
-        if None in cells:
+        if not all(cells):
             continue
-        mean = tuple(sum(values) / len(cells) for values in zip(*cells))
-        lines.append(f"| {variant} | " + " | ".join(f"{e:.0f} ({t:.0f})" for e, t in [*cells, mean]) + " |")
+        means = [tuple(map(statistics.mean, zip(*cell))) for cell in cells]
+        means.append(tuple(map(statistics.mean, zip(*means))))
+        seeds = ", ".join(dict.fromkeys(str(len(cell)) for cell in cells))
+        lines.append(f"| {variant} | " + " | ".join(f"{e:.0f} ({t:.0f})" for e, t in means) + f" | {seeds} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--table"]:
-        print(table())
-    else:
-        run(sys.argv[1:] or VARIANTS)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("variants", nargs="*", help="parts of the names of what to run; none: all")
+    parser.add_argument("--seeds", default="1", help="as in run.py: how many, or which ones, separated by commas")
+    parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+    options = parser.parse_args()
+    chosen = [name for name in VARIANTS if not options.variants or any(part in name for part in options.variants)]
+    if not chosen:
+        parser.error(f"no setting is called {' or '.join(options.variants)}; there are {', '.join(VARIANTS)}")
+    print(table()) if options.table else run(chosen, options.seeds)
