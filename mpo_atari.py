@@ -159,8 +159,9 @@ def make_env(args, render=False, num_envs=0):
         refuse(f"--sticky-actions is a chance, at most 1, not {args.sticky_actions}.")
     if args.env_id.startswith("dm_control/"):
         refuse(f"{args.env_id} has continuous actions; use mpo_continuous.py for it.")
-    if args.env_id not in gym.registry and importlib.util.find_spec("ale_py"):  # the ALE/ tasks are registered by it
-        gym.register_envs(importlib.import_module("ale_py"))
+    if importlib.util.find_spec("ale_py"):  # the ALE/ tasks are registered by this import
+        ale_py = importlib.import_module("ale_py")
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     if args.env_id not in gym.registry:
         if args.env_id.startswith("ALE/") and importlib.util.find_spec("ale_py") is None:
             refuse("this needs ale-py: pip install -c constraints.txt -e '.[atari]'.")
@@ -173,9 +174,6 @@ def make_env(args, render=False, num_envs=0):
 
 def make_atari(args, num_envs):
     """ale-py's own vector of games: frames of DQN's protocol made in C++, from reset to stack."""
-    import ale_py
-
-    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     protocol = {"frameskip": 4, "maxpool": True, "grayscale": True, "img_height": 84, "img_width": 84, "stack_num": 4}
     protocol |= {"noop_max": 30, "reward_clipping": False, "repeat_action_probability": args.sticky_actions}
     protocol |= {"max_num_frames_per_episode": 4 * args.time_limit} if args.time_limit else {}
@@ -185,7 +183,8 @@ def make_atari(args, num_envs):
 def make_single(args, render):
     """One task that Gymnasium makes, with a time limit. Frames are stacked as ale-py does, with zeros at the start."""
     try:
-        env = gym.make(args.env_id, disable_env_checker=True, render_mode="rgb_array" if render else None)
+        kwargs = {"render_mode": "rgb_array"} if render else {}
+        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
         env.reset(seed=0)
     except Exception as error:
         refuse(f"{args.env_id} cannot be made: {(str(error) or repr(error)).splitlines()[0]}")
@@ -294,10 +293,10 @@ class Agent(nn.Module):
     def multipliers(self):
         return list(self.parameters(recurse=False))
 
-    def copy_targets(self):
-        """theta_i = theta, phi' = phi."""
-        self.target_policy.load_state_dict(self.policy.state_dict())
-        self.target_critic.load_state_dict(self.critic.state_dict())
+    def copy_targets(self, *names):
+        """theta_i = theta, phi' = phi; or only the one named."""
+        for name in names or ("policy", "critic"):
+            getattr(self, f"target_{name}").load_state_dict(getattr(self, name).state_dict())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -392,7 +391,7 @@ class FrameReplay:
 
     def append(self, games, frame):
         """A row for each of these games, an observation from which no step was taken yet. games [n], frame [n, ...]."""
-        row = games * self.length + self.written[games] % self.length
+        row = torch.as_tensor(games) * self.length + self.written[games] % self.length
         self.rows["frame"][row], self.rows["last"][row] = torch.as_tensor(frame), True
         self.changed[row // self.CHUNK] = True
         self.written[games] += 1
@@ -405,7 +404,7 @@ class FrameReplay:
 
     def add_step(self, games, observation, **step):
         """A step from the newest row of each of these games, and the observation it led to. Each entry is [n, ...]."""
-        row = games * self.length + (self.written[games] - 1) % self.length
+        row = torch.as_tensor(games) * self.length + (self.written[games] - 1) % self.length
         for name, values in (step | {"last": torch.zeros(len(games))}).items():
             self.rows[name][row] = torch.as_tensor(values).to(self.rows[name].dtype)
         self.changed[row // self.CHUNK] = True
@@ -565,7 +564,7 @@ class Games:
         self.score, self.over = np.zeros(env.num_envs), np.zeros(env.num_envs, bool)
         self.lives = info.get("lives", np.zeros(env.num_envs))
         self.check(np.zeros(1))
-        replay.begin(torch.arange(env.num_envs), self.observation)
+        replay.begin(np.arange(env.num_envs), self.observation)
 
     def check(self, reward):
         if not np.isfinite(reward).all() or not np.isfinite(self.observation).all():
@@ -579,7 +578,7 @@ class Games:
         lives = info.get("lives", self.lives)
         lost = terminated | (args.episodic_life & (lives < self.lives))
         learned = np.clip(reward, -1, 1) if args.clip_rewards else reward
-        played, begun = (torch.from_numpy(x).nonzero().squeeze(-1) for x in (~self.over, self.over))
+        played, begun = np.flatnonzero(~self.over), np.flatnonzero(self.over)
         step = {"action": action, "behaviour_log_prob": log_prob, "reward": learned, "terminated": lost}
         self.replay.add_step(played, self.observation[played], **{name: x[played] for name, x in step.items()})
         self.replay.begin(begun, self.observation[begun])

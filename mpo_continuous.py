@@ -267,10 +267,10 @@ class Agent(nn.Module):
     def multipliers(self):
         return list(self.parameters(recurse=False))
 
-    def copy_targets(self):
-        """theta_i = theta, phi' = phi."""
-        self.target_policy.load_state_dict(self.policy.state_dict())
-        self.target_critic.load_state_dict(self.critic.state_dict())
+    def copy_targets(self, *names):
+        """theta_i = theta, phi' = phi; or only the one named."""
+        for name in names or ("policy", "critic"):
+            getattr(self, f"target_{name}").load_state_dict(getattr(self, name).state_dict())
 
 
 def gaussian_log_prob(mean, cholesky, action):

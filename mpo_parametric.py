@@ -79,7 +79,7 @@ class Environment:
 @dataclass
 class ParametricAlgorithm:
     gamma: float = 0.99  # gamma, the discount (paper: 0.99)
-    epsilon_mu: float = 5e-3  # epsilon_mu, the E-step's bound on the change of the mean (paper: 0.1)
+    epsilon_mu: float = 0.1  # epsilon_mu, the E-step's bound on the change of the mean (paper: 0.1)
     epsilon_sigma: float = 1e-4  # epsilon_Sigma, the E-step's bound on the change of the covariance (paper: 1e-4)
     constraint: Literal["kl", "entropy"] = "kl"  # entropy: no bounds, a bonus on entropy instead (paper: EPG + Retrace)
     entropy_scale: float = 0.01  # weight of that bonus, in units of the reward
@@ -88,6 +88,7 @@ class ParametricAlgorithm:
     covariance: Literal["full", "diagonal"] = "full"  # covariance of the Gaussian policy (paper: full)
     num_samples: int = 20  # M, the actions sampled per state to estimate integrals
     policy_samples: int = 0  # N, the first of them that enter the policy's gradient; 0: all M
+    policy_period: int = 1000  # K, gradient steps between copies of the target policy (paper: 1000); critic: target_period
     window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers of the policy (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers of the critic (paper: 200 200; humanoid 300 300)
@@ -140,11 +141,10 @@ class Args(Experiment, Environment, ParametricAlgorithm, Optimisation, RunContro
         return cls(**{name: value for group in groups for name, value in vars(group).items()})
 
 
-PAPER = {"epsilon_mu": 0.1, "policy_learning_rate": 5e-4, "updates_per_step": 1.0, "target_period": 1000}
-PAPER |= {"normalise_advantage": False}
+PAPER = {"policy_learning_rate": 5e-4, "target_period": 1000, "normalise_advantage": False}
 POSITIVE = "total_timesteps epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
 POSITIVE += " min_std learning_rate policy_learning_rate multiplier_rate batch_size trajectories updates_per_step"
-POSITIVE += " target_period buffer_size max_grad_norm eval_episodes"
+POSITIVE += " target_period policy_period buffer_size max_grad_norm eval_episodes"
 ORDERED = [("window", "buffer_size"), ("min_std", "initial_std")]  # the first must be less than the second
 
 
@@ -275,10 +275,10 @@ class Agent(nn.Module):
     def multipliers(self):
         return list(self.parameters(recurse=False))
 
-    def copy_targets(self):
-        """theta_i = theta, phi' = phi."""
-        self.target_policy.load_state_dict(self.policy.state_dict())
-        self.target_critic.load_state_dict(self.critic.state_dict())
+    def copy_targets(self, *names):
+        """theta_i = theta, phi' = phi; or only the one named."""
+        for name in names or ("policy", "critic"):
+            getattr(self, f"target_{name}").load_state_dict(getattr(self, name).state_dict())
 
 
 def gaussian_log_prob(mean, cholesky, action):
@@ -884,8 +884,10 @@ def main(args):
                 metrics, seen = update(agent, optimiser, loss_function, batch, noise, args)
                 counters["due"] -= 1
                 counters["updates"] += 1
+                if counters["updates"] % args.policy_period == 0:
+                    agent.copy_targets("policy")
                 if counters["updates"] % args.target_period == 0:
-                    agent.copy_targets()
+                    agent.copy_targets("critic")
                 log.progress(counters)
             if counters["due"] >= 1:
                 break  # asked to stop between two updates
