@@ -81,7 +81,7 @@ class DiscreteAlgorithm:
     gamma: float = 0.99  # gamma, the discount (paper: 0.99)
     epsilon: float = 0.1  # epsilon, the E-step's bound on KL(q || pi_i) (paper: 0.1)
     epsilon_pi: float = 0.01  # epsilon_pi, the M-step's bound on KL(pi_i || pi); the paper has none for this policy
-    window: int = 4  # T, the steps in a replayed window, after which Retrace bootstraps
+    window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
     layers: tuple[int, ...] = (128, 128)  # hidden layers where observations are vectors; frames get DQN's network
 
 
@@ -90,7 +90,7 @@ class DiscreteOptimisation:
     learning_rate: float = 2.5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
     multiplier_rate: float = 1e-2  # Adam's rate for the logarithms of the multipliers eta
-    batch_size: int = 8  # B, the windows in a gradient step
+    batch_size: int = 4  # B, the windows in a gradient step
     updates_per_step: float = 0.25  # gradient steps per agent step; 0.25: one every four steps, as DQN
     target_period: int = 250  # gradient steps between two copies of the targets (paper: each iteration, that is 1000)
     learning_starts: int = 5000  # agent steps before the first gradient step
