@@ -88,7 +88,7 @@ class ParametricAlgorithm:
     covariance: Literal["full", "diagonal"] = "full"  # covariance of the Gaussian policy (paper: full)
     num_samples: int = 20  # M, the actions sampled per state to estimate integrals
     policy_samples: int = 0  # N, the first of them that enter the policy's gradient; 0: all M
-    policy_period: int = 1000  # K, gradient steps between copies of the target policy (paper: 1000); critic: target_period
+    policy_period: int = 1000  # K, gradient steps between two copies of the target policy (paper: 1000)
     window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers of the policy (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers of the critic (paper: 200 200; humanoid 300 300)
