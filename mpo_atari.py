@@ -793,7 +793,7 @@ def make_replay(args, shape):
     needed, memory = args.buffer_size * (size + 21), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         full, room = f"{needed / 1e9:,.1f} GB", f"{memory / 1e9:,.1f} GB"
-        refuse(f"a replay of --buffer-size {args.buffer_size:,} takes {full} when full, and this machine has {room}.")
+        refuse(f"--buffer-size {args.buffer_size:,} takes {full} when full, and this machine has {room}; choose less.")
     least = args.num_envs * (args.window + 2 * STACK + 1)
     if args.buffer_size < least:
         refuse(f"--buffer-size must be at least {least}, for --num-envs {args.num_envs} and --window {args.window}.")
