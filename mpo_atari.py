@@ -375,6 +375,8 @@ class FrameBatch(NamedTuple):
 
 
 class FrameReplay:
+    CHUNK = 1024  # rows in a file of a checkpoint, 7 MB of frames
+
     def __init__(self, capacity, num_envs, shape, folder=None):
         self.shape, self.folder, self.length = shape, folder, capacity // num_envs
         self.stack, frame = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
@@ -386,8 +388,6 @@ class FrameReplay:
         self.written = torch.zeros(num_envs, dtype=torch.long)  # rows ever written to each ring
         self.files, self.version = {}, 0  # by chunk of rows: the file that holds it as of the last checkpoint
         self.changed = torch.zeros(-(-count // self.CHUNK), dtype=torch.bool)
-
-    CHUNK = 1024  # rows in a file of a checkpoint, 7 MB of frames
 
     def append(self, games, frame):
         """A row for each of these games, an observation from which no step was taken yet. games [n], frame [n, ...]."""
