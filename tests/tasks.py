@@ -81,7 +81,8 @@ class Corridor(gym.Env):
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
 
-    def __init__(self, length=5, ends=True, start=0, shape=None):
+    def __init__(self, length=5, ends=True, start=0, shape=None, uneven=False):
+        self.uneven = uneven
         self.length, self.ends, self.game = length, ends, 0
         self.action_space = gym.spaces.Discrete(3, start=start)
         self.shape = shape
@@ -95,6 +96,7 @@ class Corridor(gym.Env):
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
         self.game, self.number = self.game + 1, 0
+        self.length = int(self.np_random.integers(2, 15)) if self.uneven else self.length
         return self.observe(), {}
 
     def step(self, action):
@@ -110,4 +112,5 @@ gym.register("Shifted-v0", Corridor, max_episode_steps=20, kwargs=dict(start=5))
 gym.register("Screen-v0", Corridor, max_episode_steps=20, kwargs=dict(shape=(84, 84)))
 gym.register("Screens-v0", Corridor, max_episode_steps=20, kwargs=dict(shape=(4, 84, 84)))
 gym.register("WideScreen-v0", Corridor, max_episode_steps=20, kwargs=dict(shape=(210, 160, 3)))
+gym.register("Uneven-v0", Corridor, max_episode_steps=20, kwargs=dict(uneven=True))
 gym.register("Cut-v0", Corridor, max_episode_steps=4, kwargs=dict(ends=False))
