@@ -26,6 +26,7 @@ size. A step is the agent's: four frames of the game, in which the action is rep
 #     "shimmy>=2.0,<3",
 #     "dm_control>=1.0.20,<2",
 #     "mujoco>=3.1.6,<4",
+#     "imageio>=2.34,<3",
 #     "tyro>=0.9,<2",
 #     "tensorboard>=2.16,<3",
 #     "ale-py>=0.11,<1",

@@ -24,6 +24,7 @@ Axis letters in shape comments: B windows, T steps in a window, M sampled action
 #     "shimmy>=2.0,<3",
 #     "dm_control>=1.0.20,<2",
 #     "mujoco>=3.1.6,<4",
+#     "imageio>=2.34,<3",
 #     "tyro>=0.9,<2",
 #     "tensorboard>=2.16,<3",
 # ]

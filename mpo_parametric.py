@@ -29,6 +29,7 @@ S observation size, A action size.
 #     "shimmy>=2.0,<3",
 #     "dm_control>=1.0.20,<2",
 #     "mujoco>=3.1.6,<4",
+#     "imageio>=2.34,<3",
 #     "tyro>=0.9,<2",
 #     "tensorboard>=2.16,<3",
 # ]

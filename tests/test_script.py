@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
@@ -16,6 +17,8 @@ import imageio.v2 as imageio
 import pytest
 import torch
 from conftest import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from running import CONTINUOUS, PATIENCE, TASK, flags, load, rows, run, surroundings, timeless, tiny, together, train
 
 if sys.version_info >= (3, 11):
@@ -56,6 +59,39 @@ def test_a_script_copied_alone_into_an_empty_folder_runs(script, started):
     kinds = {name.split(".")[0] for name in os.listdir(run_dir)}
     assert kinds == {"args", "checkpoint", "events", "model", "progress"}
     assert len(rows(run_dir)) == 3
+
+
+def needed(requirements):
+    """The names of the distributions that these requirements bring, and what those require in turn."""
+    found, waiting = set(), [Requirement(line) for line in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if (requirement.marker and not requirement.marker.evaluate({"extra": ""})) or name in found:
+            continue
+        found.add(name)
+        extras = [{"extra": extra} for extra in requirement.extras]
+        for further in map(Requirement, importlib.metadata.requires(name) or ()):
+            if not further.marker or any(further.marker.evaluate(extra) for extra in [{"extra": ""}, *extras]):
+                further.marker = None
+                waiting.append(further)
+    return found
+
+
+def test_a_script_needs_no_package_that_a_plain_install_does_not_bring(script, tmp_path):
+    """Packages of the extras, and whatever else is installed, are hidden; the README's first command has no more."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        brought = needed(tomllib.load(file)["project"]["dependencies"])
+    modules = importlib.metadata.packages_distributions().items()
+    hidden = [module for module, names in modules if not brought & set(map(canonicalize_name, names))]
+    assert "pytest" in hidden and "torch" not in hidden
+    start = "import runpy, sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split())); "
+    start += "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-I", "-c", start, " ".join(hidden), script.__file__, *tiny()]
+    process = subprocess.run(
+        command, cwd=tmp_path, env=surroundings(), capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_normal_start_prints_our_lines_only(script, started):
