@@ -305,9 +305,14 @@ def draw_tasks(runs, published, column, against="steps"):
     return figure
 
 
+def ablation_tasks(runs):
+    """Every task on which a variant was run."""
+    return in_order({task for label in ABLATION[1:] for task in runs.get(label, {})})
+
+
 def draw_ablation(runs):
-    """The paper's ablation, on every task on which a variant was run."""
-    tasks = in_order({task for label in ABLATION[1:] for task in runs.get(label, {})})
+    """The paper's ablation."""
+    tasks = ablation_tasks(runs)
     if not tasks:
         return None
     figure, axes = panels(2 * len(tasks), columns=min(len(tasks), 3), height=2.3, top=1.0)
@@ -565,7 +570,7 @@ def readme(runs, published, results, drawn):
         rows = [[OURS[label].name, f"`results/{label}`", OURS[label].what] for label in OURS if label != "mpo_atari"]
         parts += [markdown(["algorithm", "results", "what"], rows, text=3), ""]
         parts += ["## The ablation", "", f"At {mark:,} steps: {cells}.", ""]
-        parts += [compared_table(runs, ABLATION, mark, TASKS["ablation3"].split()), ""]
+        parts += [compared_table(runs, ABLATION, mark, in_order({*TASKS["ablation3"].split(), *ablation_tasks(runs)})), ""]
         parts += picture("ablation", "ablation: training and mean-action return", drawn)
         parts += ["## Aggregates", "", f"Return at {mark:,} steps; in brackets the 95% interval.", ""]
         parts += [aggregate_table(runs, mark), ""]
