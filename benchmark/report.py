@@ -570,7 +570,8 @@ def readme(runs, published, results, drawn):
         rows = [[OURS[label].name, f"`results/{label}`", OURS[label].what] for label in OURS if label != "mpo_atari"]
         parts += [markdown(["algorithm", "results", "what"], rows, text=3), ""]
         parts += ["## The ablation", "", f"At {mark:,} steps: {cells}.", ""]
-        parts += [compared_table(runs, ABLATION, mark, in_order({*TASKS["ablation3"].split(), *ablation_tasks(runs)})), ""]
+        tasks = in_order({*TASKS["ablation3"].split(), *ablation_tasks(runs)})
+        parts += [compared_table(runs, ABLATION, mark, tasks), ""]
         parts += picture("ablation", "ablation: training and mean-action return", drawn)
         parts += ["## Aggregates", "", f"Return at {mark:,} steps; in brackets the 95% interval.", ""]
         parts += [aggregate_table(runs, mark), ""]
