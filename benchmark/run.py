@@ -304,7 +304,8 @@ def show(jobs, changed, workers):
 def main(args, extra):
     validate(args)
     jobs = [Job(args, extra, task, seed) for seed in seeds_of(args.seeds) for task in tasks_of(args.tasks)]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # in a shell's background SIGINT would be ignored
+        signal.signal(number, signal.default_int_handler)
     shown_at = 0.0
     try:
         while any(job.state in UNFINISHED for job in jobs):
