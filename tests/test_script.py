@@ -210,7 +210,9 @@ def test_help_shows_the_groups_and_a_line_for_every_setting(script, tmp_path):
 
 
 PRINTED = dict(gamma=0.99, epsilon=0.1, epsilon_mu=0.1, epsilon_sigma=1e-4, covariance="full", policy_layers=(100, 100))
-PRINTED |= dict(critic_layers=(200, 200), learning_rate=5e-4, updates_per_step=1.0, target_period=1000)
+PRINTED |= dict(
+    critic_layers=(200, 200), learning_rate=5e-4, updates_per_step=1.0, target_period=1000, policy_period=1000
+)
 
 
 def test_paper_restores_every_printed_value(script):
