@@ -20,7 +20,7 @@ with_lagrangian = pytest.mark.parametrize("script", scripts_with("lagrangian"))
 seeds = given(seed=st.integers(0, 10**6), size=st.integers(1, 5))
 
 
-def close(x, y, tolerance=1e-9):
+def assert_close(x, y, tolerance=1e-9):
     torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=tolerance, atol=tolerance)
 
 
@@ -40,12 +40,12 @@ def test_the_log_density_is_that_of_the_multivariate_normal(script, seed, size):
     mean, cholesky = random_gaussian(generator, 3, size=size)
     action = normal(generator, 3, size)
     exact = MultivariateNormal(mean, scale_tril=cholesky).log_prob(action)
-    close(script.gaussian_log_prob(mean, cholesky, action), exact)
+    assert_close(script.gaussian_log_prob(mean, cholesky, action), exact)
     z = normal(generator, 3, size)
     drawn = mean + (cholesky @ z.unsqueeze(-1)).squeeze(-1)
     by_noise = script.standard_normal_log_prob(z) - script.log_det(cholesky)
-    close(by_noise, MultivariateNormal(mean, scale_tril=cholesky).log_prob(drawn))
-    close(script.log_det(cholesky), torch.linalg.det(cholesky).log())
+    assert_close(by_noise, MultivariateNormal(mean, scale_tril=cholesky).log_prob(drawn))
+    assert_close(script.log_det(cholesky), torch.linalg.det(cholesky).log())
 
 
 @with_m_step
@@ -55,7 +55,7 @@ def test_the_expected_log_density_from_moments_is_the_weighted_sum_over_samples(
     mean, cholesky = random_gaussian(numbers(seed + 1), size=size)
     d, p = script.whiten(mean_i, cholesky_i, mean, cholesky)
     from_moments = script.expected_log_prob(d, p, script.log_det(cholesky), *script.weighted_moments(weights, z))
-    close(from_moments, (weights * script.gaussian_log_prob(mean, cholesky, actions)).sum())
+    assert_close(from_moments, (weights * script.gaussian_log_prob(mean, cholesky, actions)).sum())
 
 
 @with_m_step
@@ -63,8 +63,8 @@ def test_the_moments_are_weighted_sums_over_the_samples_of_each_state(script):
     generator = numbers(0)
     weights, z = normal(generator, 3, 4, 7), normal(generator, 3, 4, 7, 2)
     z_bar, s = script.weighted_moments(weights, z)
-    close(z_bar, torch.einsum("btm,btma->bta", weights, z))
-    close(s, torch.einsum("btm,btma,btmc->btac", weights, z, z))
+    assert_close(z_bar, torch.einsum("btm,btma->bta", weights, z))
+    assert_close(s, torch.einsum("btm,btma,btmc->btac", weights, z, z))
 
 
 # ------------------------------------------------------------------------------------------------------ the constraints
@@ -80,7 +80,7 @@ def test_the_papers_c_mu_plus_c_sigma_is_the_kl_from_pi_i_to_pi(script, seed, si
     (mean_i, cholesky_i), (mean, cholesky) = (random_gaussian(generator, 3, size=size) for _ in range(2))
     _, c_mu, c_sigma = script.m_step_terms("paper", mean_i, cholesky_i, mean, cholesky, *no_moments(size))
     pi_i, pi = MultivariateNormal(mean_i, scale_tril=cholesky_i), MultivariateNormal(mean, scale_tril=cholesky)
-    close(c_mu + c_sigma, kl_divergence(pi_i, pi), 1e-7)
+    assert_close(c_mu + c_sigma, kl_divergence(pi_i, pi), 1e-7)
 
 
 @with_m_step
@@ -99,9 +99,9 @@ def test_c_mu_measures_with_the_new_covariance_in_the_paper_and_with_the_old_in_
     _, c_mu, c_sigma = script.m_step_terms(decoupling, mean_i, cholesky_i, mean, cholesky, *no_moments())
     sigma_i, sigma, change = (x.numpy() for x in (cholesky_i @ cholesky_i.mT, cholesky @ cholesky.mT, mean - mean_i))
     metric = sigma_i if decoupling == "followup" else sigma
-    close(c_mu, 0.5 * change @ np.linalg.inv(metric) @ change)
+    assert_close(c_mu, 0.5 * change @ np.linalg.inv(metric) @ change)
     log_ratio = math.log(np.linalg.det(sigma) / np.linalg.det(sigma_i))
-    close(c_sigma, 0.5 * (np.trace(np.linalg.inv(sigma) @ sigma_i) - 2 + log_ratio))
+    assert_close(c_sigma, 0.5 * (np.trace(np.linalg.inv(sigma) @ sigma_i) - 2 + log_ratio))
 
 
 @with_m_step
@@ -124,7 +124,7 @@ def test_the_kl_of_the_parametric_e_step_is_the_same_pair_with_the_roles_exchang
     (mean_i, cholesky_i), (mean_q, cholesky_q) = (random_gaussian(generator, size=size) for _ in range(2))
     d, p = script.whiten(mean_q, cholesky_q, mean_i, cholesky_i)
     pi_i, q = MultivariateNormal(mean_i, scale_tril=cholesky_i), MultivariateNormal(mean_q, scale_tril=cholesky_q)
-    close(script.kl_mean(d) + script.kl_covariance(p), kl_divergence(q, pi_i), 1e-7)
+    assert_close(script.kl_mean(d) + script.kl_covariance(p), kl_divergence(q, pi_i), 1e-7)
 
 
 @with_gaussian
@@ -187,8 +187,8 @@ def test_with_loose_bounds_the_maximiser_is_the_weighted_mean_and_the_decoupling
     mean, cholesky = (x.detach() for x in pi())
     weighted_mean = weights @ actions
     about = mean_i if decoupling == "followup" else weighted_mean
-    close(mean, weighted_mean, 1e-5)
-    close(cholesky @ cholesky.mT, torch.einsum("m,ma,mb->ab", weights, actions - about, actions - about), 1e-5)
+    assert_close(mean, weighted_mean, 1e-5)
+    assert_close(cholesky @ cholesky.mT, torch.einsum("m,ma,mb->ab", weights, actions - about, actions - about), 1e-5)
 
 
 @with_lagrangian
@@ -246,8 +246,8 @@ def test_on_a_bandit_a_binding_bound_has_a_positive_multiplier_and_a_slack_one_n
             assert c.item() < epsilon / 2 and eta < 1e-3
 
     mean, sigma = constrained_optimum(decoupling, mean_i, cholesky_i, actions, weights, epsilon_mu, epsilon_sigma)
-    close(pi()[0].detach(), mean, 3e-3)
-    close((pi()[1] @ pi()[1].mT).detach(), sigma, 3e-3)
+    assert_close(pi()[0].detach(), mean, 3e-3)
+    assert_close((pi()[1] @ pi()[1].mT).detach(), sigma, 3e-3)
 
 
 def constrained_optimum(decoupling, mean_i, cholesky_i, actions, weights, epsilon_mu, epsilon_sigma):

@@ -31,7 +31,7 @@ gradients = pytest.mark.parametrize("gradient", ["likelihood-ratio", "reparamete
 constraints = pytest.mark.parametrize("constraint", ["kl", "entropy"])
 
 
-def close(x, y, tolerance=1e-9):
+def assert_close(x, y, tolerance=1e-9):
     torch.testing.assert_close(x, torch.as_tensor(y, dtype=x.dtype), rtol=tolerance, atol=tolerance)
 
 
@@ -69,8 +69,8 @@ def test_for_linear_q_the_gradient_of_the_mean_is_w_and_that_of_the_factor_is_ze
     generator = numbers(seed)
     (mean, cholesky), w = random_gaussian(generator, size=size), normal(generator, size)
     of_mean, of_factor = exact_gradient(linear(w), mean, cholesky)
-    close(of_mean, w, 1e-7)
-    close(of_factor, torch.zeros(size, size).double(), 1e-7)
+    assert_close(of_mean, w, 1e-7)
+    assert_close(of_factor, torch.zeros(size, size).double(), 1e-7)
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 3))
@@ -80,8 +80,8 @@ def test_for_quadratic_q_it_is_h_times_the_way_to_the_top_and_minus_h_times_the_
     (mean, cholesky), centre = random_gaussian(generator, size=size), normal(generator, size)
     hessian = random_hessian(generator, size)
     of_mean, of_factor = exact_gradient(quadratic(centre, hessian), mean, cholesky)
-    close(of_mean, hessian @ (centre - mean), 1e-6)
-    close(of_factor, -(hessian @ cholesky).tril(), 1e-6)
+    assert_close(of_mean, hessian @ (centre - mean), 1e-6)
+    assert_close(of_factor, -(hessian @ cholesky).tril(), 1e-6)
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 4))
@@ -90,18 +90,18 @@ def test_the_log_density_of_many_actions_is_that_of_each(seed, size):
     mean, cholesky = random_gaussian(generator, 3, size=size)
     action = normal(generator, 3, 5, size)
     each = MultivariateNormal(mean.unsqueeze(1), scale_tril=cholesky.unsqueeze(1)).log_prob(action)
-    close(script.samples_log_prob(mean, cholesky, action), each)
+    assert_close(script.samples_log_prob(mean, cholesky, action), each)
 
 
 def test_the_bonus_is_the_entropy_of_a_narrow_policy_and_pulls_no_dimension_above_the_uniforms_entropy():
     mean, cholesky = random_gaussian(numbers(0), 4, size=3)
     narrow = cholesky * 0.1
-    close(script.entropy_bonus(narrow), MultivariateNormal(mean, scale_tril=narrow).entropy())
+    assert_close(script.entropy_bonus(narrow), MultivariateNormal(mean, scale_tril=narrow).entropy())
     wide, uniform_std = torch.diag(torch.tensor([0.125, 0.25, 0.5]).double()), 2 / math.sqrt(2 * math.pi * math.e)
     (wide,) = leaves(wide)
     script.entropy_bonus(wide).backward()
-    close(wide.grad, torch.diag(torch.tensor([8, 4, 0])))
-    close(script.entropy_bonus(uniform_std * torch.eye(3).double()), 3 * math.log(2))
+    assert_close(wide.grad, torch.diag(torch.tensor([8, 4, 0])))
+    assert_close(script.entropy_bonus(uniform_std * torch.eye(3).double()), 3 * math.log(2))
     assert script.entropy_bonus(1000 * wide) == script.entropy_bonus(10 * wide)
 
 
@@ -189,7 +189,7 @@ def test_the_baseline_leaves_the_expected_gradient_as_it_is_exactly(gradient, sa
     changes = dict(policy_samples=used, normalise_advantage=False, gradient=gradient, constant=50.0)
     *learner, args = bandit(score, mean, cholesky, noise, **changes)
     args = dataclasses.replace(args, num_samples=samples)
-    close(policy_gradient(*learner, args), [[0.7, 0.0]], 1e-8)
+    assert_close(policy_gradient(*learner, args), [[0.7, 0.0]], 1e-8)
 
 
 @pytest.mark.parametrize("samples", [2, 3])
@@ -230,7 +230,7 @@ def test_the_baseline_of_a_sample_is_the_mean_over_the_others():
     advantage = script.leave_one_out_advantage(scores)
     for m in range(5):
         others = [scores[:, n] for n in range(5) if n != m]
-        close(advantage[:, m], scores[:, m] - sum(others) / 4)
+        assert_close(advantage[:, m], scores[:, m] - sum(others) / 4)
 
 
 @pytest.mark.parametrize("samples", [2, 20])
@@ -268,11 +268,11 @@ def test_the_two_parts_are_the_printed_ones_with_sigma_i_and_sum_to_the_kl_from_
     (mean_i, cholesky_i), (mean, cholesky) = (random_gaussian(generator, size=size) for _ in range(2))
     c_mu, c_sigma = script.e_step_constraints(mean_i, cholesky_i, mean, cholesky)
     pi_i, q = MultivariateNormal(mean_i, scale_tril=cholesky_i), MultivariateNormal(mean, scale_tril=cholesky)
-    close(c_mu + c_sigma, kl_divergence(q, pi_i), 1e-7)
+    assert_close(c_mu + c_sigma, kl_divergence(q, pi_i), 1e-7)
     sigma_i, sigma, change = (x.numpy() for x in (cholesky_i @ cholesky_i.mT, cholesky @ cholesky.mT, mean - mean_i))
     inverse, log_ratio = np.linalg.inv(sigma_i), math.log(np.linalg.det(sigma_i) / np.linalg.det(sigma))
-    close(c_mu, 0.5 * change @ inverse @ change, 1e-7)
-    close(c_sigma, 0.5 * (np.trace(inverse @ sigma) - size + log_ratio), 1e-7)
+    assert_close(c_mu, 0.5 * change @ inverse @ change, 1e-7)
+    assert_close(c_sigma, 0.5 * (np.trace(inverse @ sigma) - size + log_ratio), 1e-7)
 
 
 def test_the_e_steps_kl_is_not_the_m_steps():
@@ -332,18 +332,18 @@ def test_a_binding_bound_has_a_positive_multiplier_and_a_slack_one_none(gradient
     eta_mu, eta_sigma = agent.log_eta_mu.exp().item(), agent.log_eta_sigma.exp().item()
     if binding == "covariance":
         assert seen["c_mu"].item() < epsilon_mu / 2 and eta_mu < 1e-3
-        close(mean, centre, 1e-2)
+        assert_close(mean, centre, 1e-2)
     else:
         assert seen["c_mu"].item() == pytest.approx(epsilon_mu, rel=1e-2) and eta_mu > 0.1
     if binding == "mean":
         assert seen["c_sigma"].item() < epsilon_sigma / 2 and eta_sigma < 1e-3
-        close(sigma, cholesky_i @ cholesky_i.mT, 1e-6)
+        assert_close(sigma, cholesky_i @ cholesky_i.mT, 1e-6)
     else:
         assert seen["c_sigma"].item() == pytest.approx(epsilon_sigma, rel=1e-2) and eta_sigma > 0.1
     if binding == "both":
         best_mean, best_sigma = constrained_optimum(centre, hessian, mean_i, cholesky_i, epsilon_mu, epsilon_sigma)
-        close(mean, best_mean, 3e-3)
-        close(sigma, best_sigma, 3e-3)
+        assert_close(mean, best_mean, 3e-3)
+        assert_close(sigma, best_sigma, 3e-3)
 
 
 def constrained_optimum(centre, hessian, mean_i, cholesky_i, epsilon_mu, epsilon_sigma):
@@ -381,7 +381,7 @@ def test_with_the_advantage_in_standard_deviations_linear_q_of_any_scale_has_the
     assert seen["advantage_std"].item() == pytest.approx((cholesky_i.mT @ w).norm().item(), rel=1e-6)
     assert seen["c_mu"].item() == pytest.approx(0.1, rel=1e-3)
     assert agent.log_eta_mu.exp().item() == pytest.approx(1 / math.sqrt(2 * 0.1), rel=1e-3)
-    close(sigma, cholesky_i @ cholesky_i.mT, 1e-6)
+    assert_close(sigma, cholesky_i @ cholesky_i.mT, 1e-6)
 
 
 def test_without_bounds_the_entropy_bonus_ends_at_the_top_of_q_with_its_scale_over_h_for_covariance():
@@ -391,8 +391,8 @@ def test_without_bounds_the_entropy_bonus_ends_at_the_top_of_q_with_its_scale_ov
     changes = dict(constraint="entropy", entropy_scale=0.01)
     agent, *inputs = bandit(quadratic(centre, hessian), mean_i, cholesky_i, pairs(), **changes)
     _, mean, sigma = ascend(agent, *inputs)
-    close(mean, centre, 1e-3)
-    close(sigma, 0.01 * hessian.inverse(), 1e-4)
+    assert_close(mean, centre, 1e-3)
+    assert_close(sigma, 0.01 * hessian.inverse(), 1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------- the learner
@@ -460,7 +460,7 @@ def test_the_normalised_gradient_does_not_feel_the_scale_of_the_reward(gradient,
         agent.target_critic.value.weight.data *= factor
         loss = script.parametric_losses(agent, batch, noise, args)[1]
         found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(agent.policy.parameters()))]))
-    close(found[1], found[0] * (1 if normalise else 1000), 1e-8)
+    assert_close(found[1], found[0] * (1 if normalise else 1000), 1e-8)
 
 
 def test_a_critic_that_tells_nothing_apart_moves_nothing_and_stays_finite():
