@@ -611,3 +611,16 @@ def test_each_ablation_trains_from_the_command_line(name, tmp_path):
     moved = {row["mpo/eta_mu"] for row in table} != {"1.0"}
     assert len(table) == 3 and moved == ("Retrace" not in name)  # without a constraint there is nothing to multiply
     assert all(math.isfinite(float(row["losses/policy"])) for row in table)
+
+
+def test_each_target_is_copied_at_its_own_period(tmp_path):
+    never = 10**6
+    for kept, copied, periods in (("policy", "critic", (never, 1)), ("critic", "policy", (1, never))):
+        words = tiny(policy_period=periods[0], target_period=periods[1], run_dir=kept, total_timesteps=150)
+        train(script, words, tmp_path)
+        agent = torch.load(tmp_path / kept / "checkpoint.pt", weights_only=True)["agent"]
+        equal = {
+            name: all(torch.equal(agent[key], agent[f"target_{key}"]) for key in agent if key.startswith(f"{name}."))
+            for name in (kept, copied)
+        }
+        assert equal == {kept: False, copied: True}
