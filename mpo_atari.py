@@ -142,6 +142,9 @@ class Args(AtariExperiment, AtariEnvironment, DiscreteAlgorithm, DiscreteOptimis
 
 # What --paper restores: the printed values that are not our defaults.
 PAPER = {"learning_rate": 5e-4, "policy_learning_rate": 5e-4, "target_period": 1000}
+# The defaults are for frames. Where observations are vectors a gradient step costs little, and these take their place.
+VECTORS = {"learning_rate": 1e-3, "epsilon_pi": 3e-3, "batch_size": 16, "updates_per_step": 1.0}
+VECTORS |= {"target_period": 200, "learning_starts": 1000}
 POSITIVE = "total_timesteps num_envs epsilon epsilon_pi window layers learning_rate policy_learning_rate"
 POSITIVE += " multiplier_rate batch_size updates_per_step target_period buffer_size max_grad_norm"
 POSITIVE += " eval_episodes log_every"
@@ -735,15 +738,18 @@ def refuse(sentence, code=2):
     raise SystemExit(code)
 
 
+def given_by_user(args):
+    """The settings that were typed, or differ from their defaults."""
+    typed = {word.split("=")[0][2:].removeprefix("no-").replace("-", "_") for word in sys.argv if word[:2] == "--"}
+    return {name: value for name, value in vars(args).items() if value != getattr(Args(), name) or name in typed}
+
+
 def resolve(args):
     """The settings in force: the saved run's with --resume or --evaluate, the paper's with --paper, else the user's."""
-    folder = args.resume or args.evaluate
+    folder, given = args.resume or args.evaluate, given_by_user(args)
     if not folder:
-        printed = {name: value for name, value in PAPER.items() if getattr(args, name) == getattr(Args(), name)}
-        return dataclasses.replace(args, **printed) if args.paper else args
-    saved, default = read_args(folder), Args()
-    typed = {word.split("=")[0][2:].removeprefix("no-").replace("-", "_") for word in sys.argv if word[:2] == "--"}
-    given = {name: value for name, value in vars(args).items() if value != getattr(default, name) or name in typed}
+        return dataclasses.replace(args, **{n: v for n, v in PAPER.items() if n not in given}) if args.paper else args
+    saved = read_args(folder)
     if given.get("env_id", saved.env_id) != saved.env_id:
         refuse(f"{folder} belongs to {saved.env_id}, not to {args.env_id}.")
     may_change = {"total_timesteps", *(field.name for field in dataclasses.fields(RunControl))}
@@ -846,6 +852,8 @@ def main(args):
 
     env, eval_env = make_env(args), make_env(args, render=args.capture_video, num_envs=args.eval_episodes)
     shape, actions = env.single_observation_space.shape, int(env.single_action_space.n)
+    if len(shape) == 1 and not args.resume and not args.evaluate:
+        args = dataclasses.replace(args, **{n: v for n, v in VECTORS.items() if n not in given_by_user(args)})
     policy_options = {"shape": shape, "actions": actions, "layers": args.layers}
     agent = Agent(Policy(**policy_options), Critic(**policy_options), eta=1.0, eta_pi=1.0).to(args.device)
     policy_group = {"params": list(agent.policy.parameters()), "lr": args.policy_learning_rate}

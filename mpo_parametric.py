@@ -733,15 +733,18 @@ def refuse(sentence, code=2):
     raise SystemExit(code)
 
 
+def given_by_user(args):
+    """The settings that were typed, or differ from their defaults."""
+    typed = {word.split("=")[0][2:].removeprefix("no-").replace("-", "_") for word in sys.argv if word[:2] == "--"}
+    return {name: value for name, value in vars(args).items() if value != getattr(Args(), name) or name in typed}
+
+
 def resolve(args):
     """The settings in force: the saved run's with --resume or --evaluate, the paper's with --paper, else the user's."""
-    folder = args.resume or args.evaluate
+    folder, given = args.resume or args.evaluate, given_by_user(args)
     if not folder:
-        printed = {name: value for name, value in PAPER.items() if getattr(args, name) == getattr(Args(), name)}
-        return dataclasses.replace(args, **printed) if args.paper else args
-    saved, default = read_args(folder), Args()
-    typed = {word.split("=")[0][2:].removeprefix("no-").replace("-", "_") for word in sys.argv if word[:2] == "--"}
-    given = {name: value for name, value in vars(args).items() if value != getattr(default, name) or name in typed}
+        return dataclasses.replace(args, **{n: v for n, v in PAPER.items() if n not in given}) if args.paper else args
+    saved = read_args(folder)
     if given.get("env_id", saved.env_id) != saved.env_id:
         refuse(f"{folder} belongs to {saved.env_id}, not to {args.env_id}.")
     may_change = {"total_timesteps", *(field.name for field in dataclasses.fields(RunControl))}

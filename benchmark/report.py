@@ -64,9 +64,11 @@ OURS = {
     ),
     "ppo": Algorithm("PPO", "#000000", "X", "stable-baselines3 with the paper's networks and Adam at 5e-4"),
     "mpo_atari": Algorithm("MPO, discrete", "#0072B2", "o", "`mpo_atari.py`, defaults"),
+    "mpo_atari-epsilon-pi-0.001": Algorithm("ε_π = 0.001", "#009E73", "^", "`mpo_atari.py --epsilon-pi 0.001`"),
 }
 ABLATION = [label for label in OURS if label.startswith(("mpo_continuous", "mpo_parametric"))]
 BASELINES = ["mpo_continuous", "sac", "td3", "ddpg", "ppo"]
+DISCRETE = [label for label in OURS if label.startswith("mpo_atari")]
 PUBLISHED = {
     "MPO": Algorithm("MPO, published", "#0072B2", "d"),
     "DreamerV3": Algorithm("DreamerV3, published", "#882255", "*"),
@@ -291,14 +293,13 @@ def legend(figure, drawn, title):
 
 def draw_tasks(runs, published, column, against="steps"):
     """Every task of MPO and the baselines, beside the published figures."""
-    labels = [*BASELINES, "mpo_atari"]
-    tasks = in_order({task for label in labels for task in runs.get(label, {})})
+    tasks = in_order({task for label in BASELINES for task in runs.get(label, {})})
     if not tasks:
         return None
     figure, axes = panels(len(tasks))
     drawn = []
     for panel, task in zip(axes, tasks):
-        drawn += draw_task(panel, runs, labels, task, column, against, published)
+        drawn += draw_task(panel, runs, BASELINES, task, column, against, published)
     what = "training return" if column == "train_return" else "return of the mean action, 10 episodes"
     legend(figure, drawn, f"{what}: median and 5/95% quantiles over seeds")
     figure.supxlabel("environment steps" if against == "steps" else "minutes of training on one thread", fontsize=10)
@@ -323,6 +324,41 @@ def draw_ablation(runs):
     legend(figure, drawn, "return: median and 5/95% quantiles over seeds")
     figure.supxlabel("environment steps", fontsize=10)
     return figure
+
+
+def games_of(runs):
+    """Every task of mpo_atari.py."""
+    return sorted({task for label in DISCRETE for task in runs.get(label, {})})
+
+
+def draw_games(runs):
+    """Scores of mpo_atari.py: a line for the last twenty games of the training, hollow marks for evaluations."""
+    tasks = games_of(runs)
+    if not tasks:
+        return None
+    figure, axes = panels(len(tasks), columns=2, height=2.9, top=1.0)
+    drawn = []
+    for panel, task in zip(axes, tasks):
+        counts = []
+        for label in [label for label in DISCRETE if task in runs.get(label, {})]:
+            algorithm, seeds = OURS[label], runs[label][task]
+            draw_curve(panel, algorithm, *xy(pooled(seeds, "train_return", 5000)))
+            for run in seeds.values():
+                rows = [row for row in run.rows if row["eval_return"] is not None]
+                x, y = [row["env_steps"] for row in rows], [row["eval_return"] for row in rows]
+                panel.plot(x, y, algorithm.marker, color=algorithm.colour, markerfacecolor="white", markersize=6)
+            drawn.append(algorithm)
+            counts.append(len(seeds))
+        panel.set_title(f"{task}, {seed_range(counts)}")
+        panel.set_xlim(left=0)
+        thousands(panel)
+    legend(figure, drawn, "score of the last 20 games; hollow: of 10 games with the most probable action")
+    figure.supxlabel("agent steps (four frames each in Atari)", fontsize=10)
+    return figure
+
+
+def xy(values):
+    return list(values), values
 
 
 def draw_aggregate(runs):
@@ -415,6 +451,7 @@ def figures(runs, published):
         "evaluation": draw_tasks(runs, None, "eval_return"),
         "wall-clock": draw_tasks(runs, None, "eval_return", against="minutes"),
         "ablation": draw_ablation(runs),
+        "discrete": draw_games(runs),
         "aggregate": draw_aggregate(runs),
         "sensitivity": draw_sensitivity(runs),
     }
@@ -493,6 +530,23 @@ def sensitivity_table(runs):
     return markdown(["task, setting", "over 3", "default", "times 3"], rows), step
 
 
+PAPER_SCORES = {"Pong": 20.9, "Breakout": 360.5, "Qbert": 10317.0, "Tennis": 22.2, "Boxing": 82.0}
+
+
+def games_table(runs):
+    """What mpo_atari.py reached, beside the scores that the paper prints."""
+    rows = []
+    for task, label in [(task, label) for task in games_of(runs) for label in DISCRETE if task in runs.get(label, {})]:
+        for seed, run in sorted(runs[label][task].items()):
+            evaluations = [row["eval_return"] for row in run.rows if row["eval_return"] is not None]
+            scores = [run.rows[0]["train_return"], run.rows[-1]["train_return"], evaluations[-1], max(evaluations)]
+            printed = next((f"{score:,}" for game, score in PAPER_SCORES.items() if game in task), MISSING)
+            size = [f"{run.steps:,.0f}", f"{run.rows[-1]['seconds'] / 60:.0f}"]
+            rows.append([task, OURS[label].what, f"{seed}", *size, *(f"{score:.1f}" for score in scores), printed])
+    head = ["task", "what", "seed", "agent steps", "minutes", "first games", "last 20 games"]
+    return markdown([*head, "last evaluation", "best evaluation", "paper, MPO"], rows, text=2)
+
+
 def runs_table(runs, results):
     """Every CSV."""
     rows = []
@@ -547,6 +601,14 @@ figure that rests on one seed settles nothing.
 """
 
 
+DISCRETE_TEXT = """\
+Each row is `python benchmark/run.py --script mpo_atari.py --tasks TASK --total-timesteps STEPS`. In training, actions
+are drawn from the policy; *first games* are those before the first row was logged, so nearly the untrained policy's. An
+evaluation is of whole games with the most probable action, from the same seeds each time. Scores are the game's own,
+never clipped. An agent step of Atari is four frames, of which DQN's custom is 200 million.
+"""
+
+
 def readme(runs, published, results, drawn):
     """All of benchmark/README.md. drawn: the names of the figures that exist."""
     count = sum(len(seeds) for tasks in runs.values() for seeds in tasks.values())
@@ -567,7 +629,7 @@ def readme(runs, published, results, drawn):
         parts += ["## Baselines", "", f"At {mark:,} steps: {cells}.", ""]
         tasks = [task for task in SUITE if any(runs.get(label, {}).get(task) for label in BASELINES)]
         parts += [compared_table(runs, BASELINES, mark, tasks), "", "What each algorithm is:", ""]
-        rows = [[OURS[label].name, f"`results/{label}`", OURS[label].what] for label in OURS if label != "mpo_atari"]
+        rows = [[OURS[label].name, f"`results/{label}`", OURS[label].what] for label in OURS if label not in DISCRETE]
         parts += [markdown(["algorithm", "results", "what"], rows, text=3), ""]
         parts += ["## The ablation", "", f"At {mark:,} steps: {cells}.", ""]
         tasks = in_order({*TASKS["ablation3"].split(), *ablation_tasks(runs)})
@@ -576,6 +638,9 @@ def readme(runs, published, results, drawn):
         parts += ["## Aggregates", "", f"Return at {mark:,} steps; in brackets the 95% interval.", ""]
         parts += [aggregate_table(runs, mark), ""]
         parts += picture("aggregate", "interquartile mean and performance profile", drawn)
+    if games_of(runs):
+        parts += ["## Discrete actions", "", DISCRETE_TEXT, games_table(runs), ""]
+        parts += picture("discrete", "scores of mpo_atari.py against agent steps", drawn)
     table, step = sensitivity_table(runs)
     if step:
         parts += ["## Sensitivity", "", f"`python benchmark/sensitivity.py`, at {step:,} steps: {cells}.", ""]
