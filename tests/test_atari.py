@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import re
 import shutil
@@ -739,7 +740,7 @@ def test_the_actions_drawn_are_those_of_the_policy_with_their_log_probabilities(
 # The script as its users run it.
 # ---------------------------------------------------------------------------------------------------------------------
 TINY = dict(env_id="CartPole-v1", num_envs=2, layers=(16, 16), batch_size=4, window=4, learning_starts=100, threads=1)
-TINY |= dict(total_timesteps=400, log_every=100, eval_episodes=2, buffer_size=5000)
+TINY |= dict(total_timesteps=400, log_every=100, eval_episodes=2, buffer_size=5000, updates_per_step=0.25)
 OUR_LINES = [
     r"\S+, observations \(.*\), \d+ actions; writing to \S+",
     r"step [\d,]+/[\d,]+  return \S+  \d+ steps/s  \d+ min \d\d s left",
@@ -946,6 +947,24 @@ def test_paper_restores_the_printed_learning_rate_and_period():
     restored = mpo_atari.resolve(mpo_atari.Args(paper=True))
     printed = dict(gamma=0.99, epsilon=0.1, learning_rate=5e-4, policy_learning_rate=5e-4, target_period=1000)
     assert {name: getattr(restored, name) for name in printed} == printed
+
+
+def test_vectors_have_defaults_of_their_own_which_the_user_and_paper_override(tmp_path):
+    few = dict(total_timesteps=1100, eval_episodes=1, layers=(16, 16), learning_starts=1090, threads=1)
+    asked = {"left": [], "typed": ["--batch-size", "4"], "paper": ["--paper"]}
+    for name, extra in asked.items():
+        train(mpo_atari, [*flags(**few, env_id="CartPole-v1", run_dir=name), *extra], tmp_path)
+    used = {name: json.loads((tmp_path / name / "args.json").read_text()) for name in asked}
+    vectors, default = mpo_atari.VECTORS, dataclasses.asdict(mpo_atari.Args())
+    assert all(vectors[name] != default[name] for name in vectors)
+    expected = {"left": vectors, "typed": vectors | {"batch_size": 4}, "paper": vectors | mpo_atari.PAPER}
+    for name, values in expected.items():
+        settings = default | values | few | {"env_id": "CartPole-v1"}
+        assert {key: used[name][key] for key in vectors} == {key: settings[key] for key in vectors}
+    games = dict(env_id="ALE/Pong-v5", time_limit=20, run_dir="frames", learning_starts=100, total_timesteps=110)
+    train(mpo_atari, flags(**(few | games)), tmp_path)
+    frames = json.loads((tmp_path / "frames/args.json").read_text())
+    assert all(frames[name] == default[name] for name in vectors if name not in games)
 
 
 def test_help_has_a_line_for_every_setting(tmp_path):
