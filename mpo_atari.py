@@ -81,8 +81,8 @@ class AtariEnvironment:
 class DiscreteAlgorithm:
     gamma: float = 0.99  # gamma, the discount (paper: 0.99)
     epsilon: float = 0.1  # epsilon, the E-step's bound on KL(q || pi_i) (paper: 0.1)
-    epsilon_pi: float = 0.01  # epsilon_pi, the M-step's bound on KL(pi_i || pi); the paper has none for this policy
-    window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
+    epsilon_pi: float = 3e-3  # epsilon_pi, the M-step's bound on KL(pi_i || pi); the paper has none for this policy
+    window: int = 4  # T, the steps in a replayed window, after which Retrace bootstraps
     layers: tuple[int, ...] = (128, 128)  # hidden layers where observations are vectors; frames get DQN's network
 
 
@@ -91,9 +91,9 @@ class DiscreteOptimisation:
     learning_rate: float = 2.5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
     multiplier_rate: float = 1e-2  # Adam's rate for the logarithms of the multipliers eta
-    batch_size: int = 4  # B, the windows in a gradient step
+    batch_size: int = 8  # B, the windows in a gradient step
     updates_per_step: float = 0.25  # gradient steps per agent step; 0.25: one every four steps, as DQN
-    target_period: int = 250  # gradient steps between two copies of the targets (paper: each iteration, that is 1000)
+    target_period: int = 200  # gradient steps between two copies of the targets (paper: each iteration, that is 1000)
     learning_starts: int = 5000  # agent steps before the first gradient step
     buffer_size: int = 1_000_000  # steps kept in the replay: a million frames take 7.1 GB, so a 16 GB laptop holds them
     max_grad_norm: float = 1000.0  # longer gradients, of each network, are scaled down to this norm
@@ -143,8 +143,7 @@ class Args(AtariExperiment, AtariEnvironment, DiscreteAlgorithm, DiscreteOptimis
 # What --paper restores: the printed values that are not our defaults.
 PAPER = {"learning_rate": 5e-4, "policy_learning_rate": 5e-4, "target_period": 1000}
 # The defaults are for frames. Where observations are vectors a gradient step costs little, and these take their place.
-VECTORS = {"learning_rate": 1e-3, "epsilon_pi": 3e-3, "batch_size": 16, "updates_per_step": 1.0}
-VECTORS |= {"target_period": 200, "learning_starts": 1000}
+VECTORS = {"learning_rate": 1e-3, "window": 8, "batch_size": 16, "updates_per_step": 1.0, "learning_starts": 1000}
 POSITIVE = "total_timesteps num_envs epsilon epsilon_pi window layers learning_rate policy_learning_rate"
 POSITIVE += " multiplier_rate batch_size updates_per_step target_period buffer_size max_grad_norm"
 POSITIVE += " eval_episodes log_every"
@@ -241,7 +240,7 @@ def episode_seed(seed, *numbers):
 # Networks. Q and the policy are two networks of DQN's architecture, as in the paper; for vectors, two small ones
 # with layer normalisation after the first layer, as in the other scripts.
 def body(shape, layers):
-    """From observations [..., *shape] to features, and how many. Frames come as floats in [0, 1]."""
+    """From observations [..., *shape] to features, and how many. Frames come as floats in [-1, 1]."""
     if len(shape) == 1:
         sizes = [*shape, *layers]
         hidden = [[nn.Linear(a, b), nn.ReLU()] for a, b in itertools.pairwise(sizes)]
@@ -249,12 +248,15 @@ def body(shape, layers):
         return nn.Sequential(*itertools.chain(*hidden)), sizes[-1]
     convolutions = [nn.Conv2d(shape[0], 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()]
     convolutions += [nn.Conv2d(64, 64, 3, 1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU()]
+    for layer in convolutions[::2][:3] + [convolutions[7]]:  # He's initialisation: with PyTorch's own, what moves in a
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # frame is lost on the way through the layers
+        nn.init.zeros_(layer.bias)
     return nn.Sequential(*convolutions).to(memory_format=torch.channels_last), 512
 
 
 def as_floats(state):
-    """Frames of bytes as floats in [0, 1]; what is floats already as it is."""
-    return state.float().div_(255) if state.dtype == torch.uint8 else state
+    """Frames of bytes as floats in [-1, 1]; what is floats already as it is."""
+    return state.float().div_(127.5).sub_(1) if state.dtype == torch.uint8 else state
 
 
 class Policy(nn.Module):
