@@ -638,7 +638,7 @@ def save_checkpoint(run_dir, agent, optimiser, replay, counters, workers=None):
     checkpoint = {name: part.state_dict() for name, part in parts.items()}
     checkpoint |= {"counters": counters, "random_state": torch.get_rng_state()}
     if workers:
-        return workers.save(Path(run_dir), agent, checkpoint)
+        return workers.save(Path(run_dir), counters, checkpoint)
     write_aside(Path(run_dir) / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
 
 
@@ -831,7 +831,10 @@ class Workers:
     def __init__(self, args, agent):
         if args.device.startswith("cuda"):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is this worker's own GPU from here on
-        dist.init_process_group()  # gloo for tensors on the CPU, nccl for those on GPUs
+        # torchrun keeps its store when it starts a group again, so each attempt has keys of its own (docs/scaling.md)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ["GROUP_WORLD_SIZE"] == "1" else ""
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+        dist.init_process_group(store=store, rank=RANK, world_size=WORKERS)  # gloo on the CPU, nccl on GPUs
         atexit.register(dist.destroy_process_group)
         for tensor in agent.state_dict().values():
             dist.broadcast(tensor, src=0)
@@ -858,11 +861,10 @@ class Workers:
         nn.utils.vector_to_parameters(flat / WORKERS, gradients)
         self.asked = (self.request.asked or signal.SIGTERM) if flat[-1] > 0 else 0
 
-    def save(self, run_dir, agent, checkpoint):
+    def save(self, run_dir, counters, checkpoint):
         """The others' files, then checkpoint.pt, which names them: until it is renamed, the old checkpoint is whole."""
-        digest = hashlib.sha256(nn.utils.parameters_to_vector(agent.parameters()).detach().cpu().numpy()).hexdigest()
-        stamp = f"{checkpoint['counters']['global_step']}-{digest[:16]}"
-        files = ["checkpoint.pt", *(f"worker{rank}-{stamp}.pt" for rank in range(1, WORKERS))]
+        sha = hashlib.sha256(b"".join(x.cpu().numpy() for x in checkpoint["agent"].values())).hexdigest()[:16]
+        files = ["checkpoint.pt", *(f"worker{rank}-{counters['global_step']}-{sha}.pt" for rank in range(1, WORKERS))]
         for my_turn in (RANK > 0, RANK == 0):
             if my_turn:
                 write_aside(run_dir / files[RANK], lambda file: torch.save(checkpoint | {"files": files}, file))
