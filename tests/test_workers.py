@@ -541,7 +541,7 @@ def test_a_mistake_of_the_user_is_named_once_and_not_once_for_each_worker(runs):
 # ---------------------------------------------------------------------------------------------------------------------
 LEARNER = dict(env_id=TASK, time_limit=250, policy_layers=(64, 64), critic_layers=(64, 64), num_samples=10, window=5)
 TRAINING = dict(batch_size=16, learning_rate=1e-3, policy_learning_rate=1e-3, target_period=50, updates_per_step=1.0)
-TRAINING |= dict(learning_starts=500, total_timesteps=6000, eval_every=0, eval_episodes=5, threads=1, seed=1)
+TRAINING |= dict(learning_starts=500, total_timesteps=3000, eval_every=0, eval_episodes=5, threads=1, seed=1)
 
 
 def test_two_workers_learn_cartpole_swingup_to_threefold_the_return_of_the_untrained_policy(tmp_path):
