@@ -5,10 +5,10 @@
     python benchmark/scaling.py --write     as well: results/scaling.json, and the tables in docs/scaling.md
 
 The set-up is the paper's for the humanoid: 21 actions, policy 200-200, critic 300-300; batch, window and samples are
-the scripts' defaults; each worker has one thread. Groups of one and of two workers are started by torchrun in turn. A group
-does, again and again: an episode alone, updates alone, updates with the all-reduce, the all-reduce alone, an all-reduce
-of one number, and an episode with an update for each step, which is what training is. Figures are medians over turns;
-a group is as slow as its slowest worker.
+the scripts' defaults; each worker has one thread. Groups of one and of two workers are started by torchrun in turn. A
+group does, again and again: an episode alone, updates alone, updates with the all-reduce, the all-reduce alone, an
+all-reduce of one number, and an episode with an update for each step, which is what training is. Figures are medians
+over turns; a group is as slow as its slowest worker.
 """
 
 import argparse
