@@ -770,6 +770,8 @@ def validate(args):
             refuse(f"--{name} must be positive, not {value}.")
         if not all(0 <= x < math.inf for x in numbers):
             refuse(f"--{name} must be 0 or more, not {value}.")
+    if args.evaluate and LAUNCH:
+        refuse("--evaluate needs one process; start it with python, not with torchrun.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
     if args.seed >= 2**32:
@@ -982,9 +984,7 @@ def main(args):
         if args.capture_video and RANK == 0:
             evaluate(eval_env, agent.policy.to(args.device), 1, args.seed, args.device, run_dir / "evaluation.mp4")
     except (NotFinite, OSError) as error:
-        kept = (
-            "no checkpoint was saved yet" if saved_at is None else f"the last good checkpoint is of step {saved_at:,}"
-        )
+        kept = f"the last good checkpoint is of step {saved_at:,}" if saved_at else "no checkpoint was saved yet"
         refuse(f"{error}; stopped at step {counters['global_step']:,}, and {kept} in {run_dir}.", code=1)
     log.say(f"done: {counters['global_step']:,} steps in {clock(counters['seconds'])}; everything is in {run_dir}")
 
