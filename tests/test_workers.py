@@ -239,7 +239,9 @@ asked = [workers.request.asked, workers.asked]
 mpo_continuous.update(agent, optimiser, losses, state, noise, args, workers)
 seen["asked"] = [*asked, workers.asked]
 
-# a checkpoint of workers that have drifted apart
+# a checkpoint of workers that are equal, whatever came before, and of workers that have drifted apart
+for tensor in agent.state_dict().values():
+    torch.distributed.broadcast(tensor, 0)
 counters = {"global_step": 7}
 workers.save(Path("good"), counters, {"agent": agent.state_dict()})
 if RANK == 1:
