@@ -140,7 +140,7 @@ def crossing(condition):
 
 def tables(measured):
     """What stands in docs/scaling.md between the two marks."""
-    lines = ["Measured here, with `python benchmark/scaling.py --write`, medians of "]
+    lines = [f"Measured with `{measured['command']}`, medians of "]
     lines[0] += f"{measured['turns']} turns, {measured['cores']} cores, torch {measured['versions']['torch']}:\n"
     lines += ["| | 1 worker | 2 workers |", "|---|---:|---:|"]
     one, two = measured["seconds"]["1"], measured["seconds"]["2"]
@@ -189,6 +189,7 @@ def main():
     if args.work:
         return work(args.work)
     measured = measure(*((1, 2) if args.quick else (3, 4)))
+    measured["command"] = f"python benchmark/scaling.py{' --quick' * args.quick} --write"
     text = tables(measured)
     print(text)
     if args.write:
