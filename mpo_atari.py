@@ -33,10 +33,12 @@ size. A step is the agent's: four frames of the game, in which the action is rep
 # ]
 # ///
 
+import atexit
 import copy
 import csv
 import dataclasses
 import difflib
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -53,6 +55,7 @@ from typing import NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import nn
@@ -504,11 +507,13 @@ def discrete_losses(agent, batch, args):
     return critic_loss, policy_loss, dual_loss + multiplier, {name: x.detach() for name, x in seen.items()}
 
 
-def update(agent, optimiser, loss_function, batch, args):
+def update(agent, optimiser, loss_function, batch, args, workers=None):
     """One step of Adam on theta, phi and the multipliers. Returns the losses and what the diagnostics need."""
     critic_loss, policy_loss, multiplier_loss, seen = loss_function(agent, batch, args)
     optimiser.zero_grad()
     (critic_loss + policy_loss + multiplier_loss).backward()
+    if workers:
+        workers.average(agent)
     losses = {"losses/critic": critic_loss, "losses/policy": policy_loss, "losses/multipliers": multiplier_loss}
     for name in ("critic", "policy"):
         norm = nn.utils.clip_grad_norm_(getattr(agent, name).parameters(), args.max_grad_norm)
@@ -635,20 +640,28 @@ def write_aside(path, write):
         raise
 
 
-def save_checkpoint(run_dir, agent, optimiser, replay, counters):
+def save_checkpoint(run_dir, agent, optimiser, replay, counters, workers=None):
     parts = {"agent": agent, "optimiser": optimiser, "replay": replay}
     checkpoint = {name: part.state_dict() for name, part in parts.items()}
     checkpoint |= {"counters": counters, "random_state": torch.get_rng_state()}
+    if workers:
+        return workers.save(Path(run_dir), counters, checkpoint)
     write_aside(Path(run_dir) / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
 
 
-def load_checkpoint(run_dir, agent, optimiser, replay):
-    """Restore all that save_checkpoint saved, and return the counters."""
+def load_checkpoint(run_dir, agent, optimiser, replay, workers=None):
+    """Restore all that save_checkpoint saved, if so many workers saved it (None: however many); return the counters."""
     path = Path(run_dir) / "checkpoint.pt"
     if not path.exists():
         refuse(f"{run_dir} holds no checkpoint; it was stopped before its first, so start it anew in another folder.")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=RANK > 0)
+        files = checkpoint.get("files", [path.name])
+        if workers not in (None, len(files)):
+            refuse(f"{run_dir} is a run with --nproc-per-node {len(files)}, and cannot go on with {workers}.")
+        if RANK:
+            path = Path(run_dir) / files[RANK]
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in {"agent": agent, "optimiser": optimiser, "replay": replay}.items():
             part.load_state_dict(checkpoint[name])
         torch.set_rng_state(checkpoint["random_state"])
@@ -657,10 +670,10 @@ def load_checkpoint(run_dir, agent, optimiser, replay):
         refuse(f"{path} is damaged, or of another version of this script ({type(error).__name__}).")
 
 
-def save_run(run_dir, agent, optimiser, replay, counters):
+def save_run(run_dir, agent, optimiser, replay, counters, workers=None):
     """A checkpoint that writes only what is new of the replay. Until checkpoint.pt is renamed, the old one is whole."""
     replay.write_chunks()
-    save_checkpoint(run_dir, agent, optimiser, replay, counters)
+    save_checkpoint(run_dir, agent, optimiser, replay, counters, workers)
     replay.remove_obsolete()
 
 
@@ -719,7 +732,7 @@ class Log:
         if time.time() - self.shown_at < (0.5 if self.live else 30):
             return
         self.shown_at, total = time.time(), self.args.total_timesteps
-        done = max(counters["global_step"] - counters["due"] / self.args.updates_per_step, 1)
+        done = max(counters["global_step"] - WORKERS * counters["due"] / self.args.updates_per_step, 1)
         speed, mean = done / (time.time() - self.started), np.mean(counters["returns"] or [math.nan])
         line = f"step {done:,.0f}/{total:,}  return {mean:.1f}  {speed:.0f} steps/s"
         self.say(f"{line}  {clock((total - done) / speed)} left", end="" if self.live else "\n")
@@ -736,6 +749,8 @@ def clock(seconds):
 # ---------------------------------------------------------------------------------------------------------------------
 # The user's input, checked before any work is done. Each answer is one sentence and exit code 2.
 def refuse(sentence, code=2):
+    if RANK and code == 2:
+        time.sleep(5)  # rank 0 finds the same mistake, and torchrun ends the others before they repeat it
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
@@ -772,6 +787,8 @@ def validate(args):
             refuse(f"--{name} must be positive, not {value}.")
         if not all(0 <= x < math.inf for x in numbers):
             refuse(f"--{name} must be 0 or more, not {value}.")
+    if args.evaluate and LAUNCH:
+        refuse("--evaluate needs one process; start it with python, not with torchrun.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
     if args.seed >= 2**32:
@@ -799,7 +816,8 @@ def validate(args):
 def make_replay(args, shape):
     """The replay, if this machine can hold it full and it can hold two short games and a window of each player."""
     size = 4 * shape[0] if len(shape) == 1 else math.prod(shape[1:])
-    needed, memory = args.buffer_size * (size + 21), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if LAUNCH else 1  # workers on this machine
+    needed, memory = here * args.buffer_size * (size + 21), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         full, room = f"{needed / 1e9:,.1f} GB", f"{memory / 1e9:,.1f} GB"
         refuse(f"--buffer-size {args.buffer_size:,} takes {full} when full, and this machine has {room}; choose less.")
@@ -811,17 +829,82 @@ def make_replay(args, shape):
 
 def open_run_dir(args):
     """The run's folder, made and writable, with args.json in it. A new run never lands on an old one."""
-    name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{LAUNCH or int(time.time())}"
     run_dir = Path(args.run_dir or Path("runs") / name)
-    if not args.resume and (run_dir / "args.json").exists():
+    mark = run_dir / "torchrun.id"  # a group that torchrun starts again finds its own run here
+    own = mark.exists() and mark.read_text() == LAUNCH
+    if RANK:
+        return run_dir
+    if not (args.resume or own) and (run_dir / "args.json").exists():
         refuse(f"{run_dir} already holds a run of {read_args(run_dir).env_id}; --resume {run_dir} continues it.")
     settings = json.dumps(dataclasses.asdict(args) | {"run_dir": str(run_dir), "resume": ""}, indent=2)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if LAUNCH:
+            mark.write_text(LAUNCH)
         write_aside(run_dir / "args.json", lambda file: file.write(settings.encode()))
     except OSError as error:
         refuse(f"{run_dir} cannot be written ({error.strerror}); choose another folder with --run-dir.")
     return run_dir
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Workers, the paper's Algorithm 1. torchrun starts K processes; each lives its own episodes, fills its own replay and
+# computes its own gradients, and all take the same step along the mean, so their parameters stay equal to the bit.
+# There is no chief: an all-reduce brings the mean to everyone. Started by python, nothing of this runs.
+LAUNCH = os.environ.get("TORCHELASTIC_RUN_ID")  # the name that torchrun gave to the group
+RANK, WORKERS = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if LAUNCH else (0, 1)
+
+
+class Workers:
+    """The group, as one of its workers sees it. A signal to any of them stops all, after the same update."""
+
+    say = write = progress = lambda *args, **kwargs: None  # rank 0 has a log; the others log to this
+
+    def __init__(self, args, agent):
+        if args.device.startswith("cuda"):
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is this worker's own GPU from here on
+        # torchrun keeps its store when it starts a group again, so each attempt has keys of its own (docs/scaling.md)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ["GROUP_WORLD_SIZE"] == "1" else ""
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+        dist.init_process_group(store=store, rank=RANK, world_size=WORKERS)  # gloo on the CPU, nccl on GPUs
+        atexit.register(dist.destroy_process_group)
+        for tensor in agent.state_dict().values():
+            dist.broadcast(tensor, src=0)
+        self.request, self.asked = StopRequest(), 0  # what this worker was asked, and what all have agreed on
+
+    def communicate(self, collective, *args):
+        try:
+            collective(*args)
+        except RuntimeError as error:
+            raise ConnectionError("another worker is gone") from error
+
+    def gather(self, mine):
+        """What every worker brings, in the order of their ranks."""
+        parts = [None] * WORKERS
+        self.communicate(dist.all_gather_object, parts, (mine, self.request.asked))
+        self.asked = max(asked for _, asked in parts)
+        return [part for part, _ in parts]
+
+    def average(self, agent):
+        """Make every gradient the mean of the workers', in one all-reduce that also carries the requests to stop."""
+        gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
+        flat = nn.utils.parameters_to_vector([*gradients, gradients[0].new_tensor([self.request.asked])])
+        self.communicate(dist.all_reduce, flat)
+        nn.utils.vector_to_parameters(flat / WORKERS, gradients)
+        self.asked = (self.request.asked or signal.SIGTERM) if flat[-1] > 0 else 0
+
+    def save(self, run_dir, counters, checkpoint):
+        """The others' files, then checkpoint.pt, which names them: until it is renamed, the old checkpoint is whole."""
+        sha = hashlib.sha256(b"".join(x.cpu().numpy() for x in checkpoint["agent"].values())).hexdigest()[:16]
+        files = ["checkpoint.pt", *(f"worker{rank}-{counters['global_step']}-{sha}.pt" for rank in range(1, WORKERS))]
+        for my_turn in (RANK > 0, RANK == 0):
+            if my_turn:
+                write_aside(run_dir / files[RANK], lambda file: torch.save(checkpoint | {"files": files}, file))
+            if self.gather(files).count(files) < WORKERS:
+                raise ConnectionError("the parameters of the workers are no longer equal")
+        for path in set(run_dir.glob(f"worker{RANK}-*")) - {run_dir / files[RANK]}:
+            path.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -875,32 +958,39 @@ def main(args):
         return print(f"{args.env_id}: mean return {np.mean(returns):.1f} over {len(returns)} episodes, {spread}")
 
     run_dir = open_run_dir(args)
-    replay.folder = run_dir / "replay"
-    if args.resume:
-        counters = load_checkpoint(run_dir, agent, optimiser, replay)
-    log = Log(run_dir, args, counters)
+    replay.folder = run_dir / (f"replay{RANK}" if RANK else "replay")
+    if LAUNCH:
+        torch.manual_seed(episode_seed(args.seed, 2, RANK))
+    resumed = args.resume or (LAUNCH and (run_dir / "checkpoint.pt").exists())
+    if resumed:
+        counters = load_checkpoint(run_dir, agent, optimiser, replay, WORKERS)
+    workers = Workers(args, agent) if LAUNCH else None
+    log = workers if RANK else Log(run_dir, args, counters)
     log.say(f"{args.env_id}, observations {tuple(shape)}, {actions} actions; writing to {run_dir}")
     loss_function = torch.compile(discrete_losses) if args.compile else discrete_losses
     if args.compile:  # PyTorch's compiler warns about itself
         warnings.simplefilter("ignore")
         os.environ["PYTHONWARNINGS"] = "ignore"
-    stop, saved_at = StopRequest(), counters["global_step"] if args.resume else None
+    stop, saved_at = workers or StopRequest(), counters["global_step"] if resumed else None
 
     try:
-        games = Games(env, replay, episode_seed(args.seed, 0, counters["global_step"]))  # a resumed run begins new ones
+        games = Games(env, replay, episode_seed(args.seed, 0, counters["global_step"], RANK))  # new on resuming
         while not stop.asked and counters["global_step"] < args.total_timesteps:
             # update the replay with a step of each game
             steps, scores = games.step(agent.policy, args)
+            if workers:
+                steps, scores = zip(*workers.gather((steps, scores)))
+                steps, scores = sum(steps), sum(scores, [])
             counters["global_step"] += steps
             counters["episode"] += len(scores)
             counters["returns"] = [*counters["returns"], *scores][-20:]
             if counters["global_step"] > args.learning_starts:
-                counters["due"] += args.updates_per_step * steps
+                counters["due"] += args.updates_per_step * steps / WORKERS
 
             # find a better policy by gradient descent
             while counters["due"] >= 1 and not stop.asked:
                 batch = FrameBatch(*(x.to(args.device) for x in replay.sample(args.batch_size, args.window)))
-                metrics, seen = update(agent, optimiser, loss_function, batch, args)
+                metrics, seen = update(agent, optimiser, loss_function, batch, args, workers)
                 counters["due"] -= 1
                 counters["updates"] += 1
                 if counters["updates"] % args.target_period == 0:
@@ -911,7 +1001,7 @@ def main(args):
             if not counters["updates"] or not (finished or crossed(args.log_every, counters)) or stop.asked:
                 continue
             metrics |= discrete_diagnostics(agent, seen, args)
-            if finished or crossed(args.eval_every, counters):
+            if RANK == 0 and (finished or crossed(args.eval_every, counters)):
                 returns = play_games(eval_env, agent.policy, args.seed, args.device, args.eval_sampled)
                 metrics["eval/episodic_return"] = float(np.mean(returns))
                 way = "a sampled action" if args.eval_sampled else "the most probable action"
@@ -921,22 +1011,21 @@ def main(args):
             save = finished or crossed(args.checkpoint_every, counters)
             counters["began"] = counters["global_step"]
             if save:
-                save_run(run_dir, agent, optimiser, replay, counters)
+                save_run(run_dir, agent, optimiser, replay, counters, workers)
                 saved_at = counters["global_step"]
         if stop.asked:
-            save_run(run_dir, agent, optimiser, replay, counters)
-            log.say(f"stopped and saved; to go on: python {sys.argv[0]} --resume {run_dir}")
+            save_run(run_dir, agent, optimiser, replay, counters, workers)
+            command = f"torchrun --standalone --nproc-per-node {WORKERS}" if workers else "python"
+            log.say(f"stopped and saved; to go on: {command} {sys.argv[0]} --resume {run_dir}")
             raise SystemExit(128 + stop.asked)
-        if args.save_model:
+        if args.save_model and RANK == 0:
             model = {"options": policy_options, "policy": agent.policy.cpu().state_dict()}
             write_aside(run_dir / "model.pt", lambda file: torch.save(model, file))
-        if args.capture_video:
+        if args.capture_video and RANK == 0:
             policy, video = agent.policy.to(args.device), run_dir / "evaluation.mp4"
             play_games(eval_env, policy, args.seed, args.device, args.eval_sampled, video)
     except (NotFinite, OSError) as error:
-        kept = (
-            "no checkpoint was saved yet" if saved_at is None else f"the last good checkpoint is of step {saved_at:,}"
-        )
+        kept = f"the last good checkpoint is of step {saved_at:,}" if saved_at else "no checkpoint was saved yet"
         refuse(f"{error}; stopped at step {counters['global_step']:,}, and {kept} in {run_dir}.", code=1)
     log.say(f"done: {counters['global_step']:,} steps in {clock(counters['seconds'])}; everything is in {run_dir}")
 

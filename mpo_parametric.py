@@ -35,10 +35,12 @@ S observation size, A action size.
 # ]
 # ///
 
+import atexit
 import copy
 import csv
 import dataclasses
 import difflib
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -56,6 +58,7 @@ from typing import Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import nn
@@ -499,11 +502,13 @@ def parametric_losses(agent, batch, noise, args):
     return critic_loss, policy_loss, multiplier_loss, {name: x.detach() for name, x in seen.items()}
 
 
-def update(agent, optimiser, loss_function, batch, noise, args):
+def update(agent, optimiser, loss_function, batch, noise, args, workers=None):
     """One step of Adam on theta, phi and the multipliers. Returns the losses and what the diagnostics need."""
     critic_loss, policy_loss, multiplier_loss, seen = loss_function(agent, batch, noise, args)
     optimiser.zero_grad()
     (critic_loss + policy_loss + multiplier_loss).backward()
+    if workers:
+        workers.average(agent)
     losses = {"losses/critic": critic_loss, "losses/policy": policy_loss, "losses/multipliers": multiplier_loss}
     for name in ("critic", "policy"):
         norm = nn.utils.clip_grad_norm_(getattr(agent, name).parameters(), args.max_grad_norm)
@@ -579,17 +584,21 @@ def collect_episode(env, policy, seed, device):
     return {name: np.stack(values) for name, values in rows.items()}
 
 
-def collect_trajectories(env, policy, replay, counters, args):
+def collect_trajectories(env, policy, replay, counters, args, workers=None):
     """L episodes into the replay (at the start, as many as learning_starts asks) and the gradient steps they earn."""
-    counters["began"], wanted = counters["global_step"], args.trajectories
+    counters["began"], wanted = counters["global_step"], args.trajectories * WORKERS
     while len(counters["returns"]) < wanted or counters["global_step"] < args.learning_starts or counters["due"] < 1:
-        episode = collect_episode(env, policy, episode_seed(args.seed, 0, counters["episode"]), args.device)
+        seed = episode_seed(args.seed, 0, counters["episode"] * WORKERS + RANK)
+        episode = collect_episode(env, policy, seed, args.device)
         replay.add_episode(**episode)
-        steps = len(episode["reward"]) - 1
-        counters["returns"].append(float(episode["reward"].sum()))
+        steps, returns = len(episode["reward"]) - 1, [float(episode["reward"].sum())]
+        if workers:
+            steps, returns = zip(*workers.gather((steps, returns)))
+            steps, returns = sum(steps), sum(returns, [])
+        counters["returns"] += returns
         counters["episode"] += 1
         counters["global_step"] += steps
-        counters["due"] += args.updates_per_step * steps
+        counters["due"] += args.updates_per_step * steps / WORKERS
 
 
 @torch.no_grad()
@@ -635,20 +644,28 @@ def write_aside(path, write):
         raise
 
 
-def save_checkpoint(run_dir, agent, optimiser, replay, counters):
+def save_checkpoint(run_dir, agent, optimiser, replay, counters, workers=None):
     parts = {"agent": agent, "optimiser": optimiser, "replay": replay}
     checkpoint = {name: part.state_dict() for name, part in parts.items()}
     checkpoint |= {"counters": counters, "random_state": torch.get_rng_state()}
+    if workers:
+        return workers.save(Path(run_dir), counters, checkpoint)
     write_aside(Path(run_dir) / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
 
 
-def load_checkpoint(run_dir, agent, optimiser, replay):
-    """Restore all that save_checkpoint saved, and return the counters."""
+def load_checkpoint(run_dir, agent, optimiser, replay, workers=None):
+    """Restore all that save_checkpoint saved, if so many workers saved it (None: however many); return the counters."""
     path = Path(run_dir) / "checkpoint.pt"
     if not path.exists():
         refuse(f"{run_dir} holds no checkpoint; it was stopped before its first, so start it anew in another folder.")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=RANK > 0)
+        files = checkpoint.get("files", [path.name])
+        if workers not in (None, len(files)):
+            refuse(f"{run_dir} is a run with --nproc-per-node {len(files)}, and cannot go on with {workers}.")
+        if RANK:
+            path = Path(run_dir) / files[RANK]
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in {"agent": agent, "optimiser": optimiser, "replay": replay}.items():
             part.load_state_dict(checkpoint[name])
         torch.set_rng_state(checkpoint["random_state"])
@@ -712,7 +729,7 @@ class Log:
         if time.time() - self.shown_at < (0.5 if self.live else 30):
             return
         self.shown_at, total = time.time(), self.args.total_timesteps
-        done = max(counters["global_step"] - counters["due"] / self.args.updates_per_step, 1)
+        done = max(counters["global_step"] - WORKERS * counters["due"] / self.args.updates_per_step, 1)
         speed, mean = done / (time.time() - self.started), np.mean(counters["returns"] or [math.nan])
         line = f"step {done:,.0f}/{total:,}  return {mean:.1f}  {speed:.0f} steps/s"
         self.say(f"{line}  {clock((total - done) / speed)} left", end="" if self.live else "\n")
@@ -729,6 +746,8 @@ def clock(seconds):
 # ---------------------------------------------------------------------------------------------------------------------
 # The user's input, checked before any work is done. Each answer is one sentence and exit code 2.
 def refuse(sentence, code=2):
+    if RANK and code == 2:
+        time.sleep(5)  # rank 0 finds the same mistake, and torchrun ends the others before they repeat it
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)
 
@@ -765,6 +784,8 @@ def validate(args):
             refuse(f"--{name} must be positive, not {value}.")
         if not all(0 <= x < math.inf for x in numbers):
             refuse(f"--{name} must be 0 or more, not {value}.")
+    if args.evaluate and LAUNCH:
+        refuse("--evaluate needs one process; start it with python, not with torchrun.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
     if args.seed >= 2**32:
@@ -797,17 +818,82 @@ def validate_samples(args):
 
 def open_run_dir(args):
     """The run's folder, made and writable, with args.json in it. A new run never lands on an old one."""
-    name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    name = f"{args.env_id.replace('/', '-')}__{Path(__file__).stem}__{args.seed}__{LAUNCH or int(time.time())}"
     run_dir = Path(args.run_dir or Path("runs") / name)
-    if not args.resume and (run_dir / "args.json").exists():
+    mark = run_dir / "torchrun.id"  # a group that torchrun starts again finds its own run here
+    own = mark.exists() and mark.read_text() == LAUNCH
+    if RANK:
+        return run_dir
+    if not (args.resume or own) and (run_dir / "args.json").exists():
         refuse(f"{run_dir} already holds a run of {read_args(run_dir).env_id}; --resume {run_dir} continues it.")
     settings = json.dumps(dataclasses.asdict(args) | {"run_dir": str(run_dir), "resume": ""}, indent=2)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if LAUNCH:
+            mark.write_text(LAUNCH)
         write_aside(run_dir / "args.json", lambda file: file.write(settings.encode()))
     except OSError as error:
         refuse(f"{run_dir} cannot be written ({error.strerror}); choose another folder with --run-dir.")
     return run_dir
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Workers, the paper's Algorithm 1. torchrun starts K processes; each lives its own episodes, fills its own replay and
+# computes its own gradients, and all take the same step along the mean, so their parameters stay equal to the bit.
+# There is no chief: an all-reduce brings the mean to everyone. Started by python, nothing of this runs.
+LAUNCH = os.environ.get("TORCHELASTIC_RUN_ID")  # the name that torchrun gave to the group
+RANK, WORKERS = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if LAUNCH else (0, 1)
+
+
+class Workers:
+    """The group, as one of its workers sees it. A signal to any of them stops all, after the same update."""
+
+    say = write = progress = lambda *args, **kwargs: None  # rank 0 has a log; the others log to this
+
+    def __init__(self, args, agent):
+        if args.device.startswith("cuda"):
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # "cuda" is this worker's own GPU from here on
+        # torchrun keeps its store when it starts a group again, so each attempt has keys of its own (docs/scaling.md)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ["GROUP_WORLD_SIZE"] == "1" else ""
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+        dist.init_process_group(store=store, rank=RANK, world_size=WORKERS)  # gloo on the CPU, nccl on GPUs
+        atexit.register(dist.destroy_process_group)
+        for tensor in agent.state_dict().values():
+            dist.broadcast(tensor, src=0)
+        self.request, self.asked = StopRequest(), 0  # what this worker was asked, and what all have agreed on
+
+    def communicate(self, collective, *args):
+        try:
+            collective(*args)
+        except RuntimeError as error:
+            raise ConnectionError("another worker is gone") from error
+
+    def gather(self, mine):
+        """What every worker brings, in the order of their ranks."""
+        parts = [None] * WORKERS
+        self.communicate(dist.all_gather_object, parts, (mine, self.request.asked))
+        self.asked = max(asked for _, asked in parts)
+        return [part for part, _ in parts]
+
+    def average(self, agent):
+        """Make every gradient the mean of the workers', in one all-reduce that also carries the requests to stop."""
+        gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
+        flat = nn.utils.parameters_to_vector([*gradients, gradients[0].new_tensor([self.request.asked])])
+        self.communicate(dist.all_reduce, flat)
+        nn.utils.vector_to_parameters(flat / WORKERS, gradients)
+        self.asked = (self.request.asked or signal.SIGTERM) if flat[-1] > 0 else 0
+
+    def save(self, run_dir, counters, checkpoint):
+        """The others' files, then checkpoint.pt, which names them: until it is renamed, the old checkpoint is whole."""
+        sha = hashlib.sha256(b"".join(x.cpu().numpy() for x in checkpoint["agent"].values())).hexdigest()[:16]
+        files = ["checkpoint.pt", *(f"worker{rank}-{counters['global_step']}-{sha}.pt" for rank in range(1, WORKERS))]
+        for my_turn in (RANK > 0, RANK == 0):
+            if my_turn:
+                write_aside(run_dir / files[RANK], lambda file: torch.save(checkpoint | {"files": files}, file))
+            if self.gather(files).count(files) < WORKERS:
+                raise ConnectionError("the parameters of the workers are no longer equal")
+        for path in set(run_dir.glob(f"worker{RANK}-*")) - {run_dir / files[RANK]}:
+            path.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -864,28 +950,32 @@ def main(args):
         return print(f"{args.env_id}: mean return {np.mean(returns):.1f} over {len(returns)} episodes, {spread}")
 
     run_dir = open_run_dir(args)
-    if args.resume:
-        counters = load_checkpoint(run_dir, agent, optimiser, replay)
-    log = Log(run_dir, args, counters)
+    if LAUNCH:
+        torch.manual_seed(episode_seed(args.seed, 2, RANK))
+    resumed = args.resume or (LAUNCH and (run_dir / "checkpoint.pt").exists())
+    if resumed:
+        counters = load_checkpoint(run_dir, agent, optimiser, replay, WORKERS)
+    workers = Workers(args, agent) if LAUNCH else None
+    log = workers if RANK else Log(run_dir, args, counters)
     log.say(f"{args.env_id}, {sizes['state_size']} observations, {sizes['action_size']} actions; writing to {run_dir}")
     loss_function = torch.compile(parametric_losses) if args.compile else parametric_losses
     if args.compile:  # PyTorch's compiler warns about itself
         warnings.simplefilter("ignore")
         os.environ["PYTHONWARNINGS"] = "ignore"
-    stop, saved_at = StopRequest(), counters["global_step"] if args.resume else None
+    stop, saved_at = workers or StopRequest(), counters["global_step"] if resumed else None
 
     try:
         while not stop.asked and (counters["global_step"] < args.total_timesteps or counters["returns"]):
             # update the replay with L trajectories from the environment
             if not counters["returns"]:
-                collect_trajectories(env, agent.policy, replay, counters, args)
+                collect_trajectories(env, agent.policy, replay, counters, args, workers)
 
             # find a better policy by gradient descent: K steps
             while counters["due"] >= 1 and not stop.asked:
                 batch = Batch(*(x.to(args.device) for x in replay.sample(args.batch_size, args.window)))
                 drawn = max(args.num_samples, 2)  # at M = 1 the second action is the baseline of the first
                 noise = torch.randn(*batch.state.shape[:2], drawn, sizes["action_size"]).to(args.device)
-                metrics, seen = update(agent, optimiser, loss_function, batch, noise, args)
+                metrics, seen = update(agent, optimiser, loss_function, batch, noise, args, workers)
                 counters["due"] -= 1
                 counters["updates"] += 1
                 if counters["updates"] % args.policy_period == 0:
@@ -898,28 +988,27 @@ def main(args):
 
             finished = counters["global_step"] >= args.total_timesteps
             metrics |= parametric_diagnostics(agent, seen, args)
-            if finished or crossed(args.eval_every, counters):
+            if RANK == 0 and (finished or crossed(args.eval_every, counters)):
                 returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, args.device)
                 metrics["eval/episodic_return"] = float(np.mean(returns))
                 log.say(f"step {counters['global_step']:,}: the mean action returns {np.mean(returns):.1f}")
             log.write(counters, metrics)
             counters["returns"] = []
             if finished or crossed(args.checkpoint_every, counters):
-                save_checkpoint(run_dir, agent, optimiser, replay, counters)
+                save_checkpoint(run_dir, agent, optimiser, replay, counters, workers)
                 saved_at = counters["global_step"]
         if stop.asked:
-            save_checkpoint(run_dir, agent, optimiser, replay, counters)
-            log.say(f"stopped and saved; to go on: python {sys.argv[0]} --resume {run_dir}")
+            save_checkpoint(run_dir, agent, optimiser, replay, counters, workers)
+            command = f"torchrun --standalone --nproc-per-node {WORKERS}" if workers else "python"
+            log.say(f"stopped and saved; to go on: {command} {sys.argv[0]} --resume {run_dir}")
             raise SystemExit(128 + stop.asked)
-        if args.save_model:
+        if args.save_model and RANK == 0:
             model = {"options": policy_options, "policy": agent.policy.cpu().state_dict()}
             write_aside(run_dir / "model.pt", lambda file: torch.save(model, file))
-        if args.capture_video:
+        if args.capture_video and RANK == 0:
             evaluate(eval_env, agent.policy.to(args.device), 1, args.seed, args.device, run_dir / "evaluation.mp4")
     except (NotFinite, OSError) as error:
-        kept = (
-            "no checkpoint was saved yet" if saved_at is None else f"the last good checkpoint is of step {saved_at:,}"
-        )
+        kept = f"the last good checkpoint is of step {saved_at:,}" if saved_at else "no checkpoint was saved yet"
         refuse(f"{error}; stopped at step {counters['global_step']:,}, and {kept} in {run_dir}.", code=1)
     log.say(f"done: {counters['global_step']:,} steps in {clock(counters['seconds'])}; everything is in {run_dir}")
 
