@@ -64,11 +64,10 @@ OURS = {
     ),
     "ppo": Algorithm("PPO", "#000000", "X", "stable-baselines3 with the paper's networks and Adam at 5e-4"),
     "mpo_atari": Algorithm("MPO, discrete", "#0072B2", "o", "`mpo_atari.py`, defaults"),
-    "mpo_atari-epsilon-pi-0.001": Algorithm("ε_π = 0.001", "#009E73", "^", "`mpo_atari.py --epsilon-pi 0.001`"),
 }
 ABLATION = [label for label in OURS if label.startswith(("mpo_continuous", "mpo_parametric"))]
 BASELINES = ["mpo_continuous", "sac", "td3", "ddpg", "ppo"]
-DISCRETE = [label for label in OURS if label.startswith("mpo_atari")]
+DISCRETE = ["mpo_atari"]
 PUBLISHED = {
     "MPO": Algorithm("MPO, published", "#0072B2", "d"),
     "DreamerV3": Algorithm("DreamerV3, published", "#882255", "*"),

@@ -135,7 +135,7 @@ class Atari:
     def __init__(self):
         import mpo_atari as script
 
-        self.script, self.args = script, script.Args(batch_size=4, window=8, buffer_size=100_000)
+        self.script, self.args = script, script.Args(buffer_size=100_000)
         self.env, shape = script.make_env(self.args), (4, 84, 84)
         options = {"shape": shape, "actions": int(self.env.single_action_space.n), "layers": ()}
         policy, critic = script.Policy(**options), script.Critic(**options)

@@ -319,13 +319,16 @@ def tables_float(agent):
 
 
 def test_the_networks_on_frames_are_dqns():
-    """Nature DQN with 4 frames and 6 actions has 1,687,206 weights; bytes and floats in [0, 1] mean the same."""
+    """Nature DQN with 4 frames and 6 actions has 1,687,206 weights; bytes and floats in [-1, 1] mean the same."""
     for kind in (mpo_atari.Policy, mpo_atari.Critic):
         network = kind((4, 84, 84), 6, ())
         layers = [8 * 8 * 4 * 32 + 32, 4 * 4 * 32 * 64 + 64, 3 * 3 * 64 * 64 + 64, 3136 * 512 + 512, 512 * 6 + 6]
         assert sum(p.numel() for p in network.parameters()) == sum(layers) == 1_687_206
         screens = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
-        torch.testing.assert_close(network(screens), network(screens.float() / 255))
+        torch.testing.assert_close(network(screens), network(screens.float() / 127.5 - 1))
+        for layer in [layer for layer in network.body if hasattr(layer, "weight")]:  # He: var = 2 / inputs, no bias
+            assert layer.weight.var().item() * layer.weight[0].numel() == pytest.approx(2, rel=0.05)
+            assert layer.bias.abs().max() == 0
     assert mpo_atari.Policy((4, 84, 84), 6, ())(screens).exp().sum(-1).tolist() == pytest.approx([1, 1], rel=1e-5)
 
 

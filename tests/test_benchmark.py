@@ -436,7 +436,7 @@ def test_the_published_figures_are_whole_and_name_their_source():
 
 
 def test_every_algorithm_has_a_colour_and_a_marker_of_its_own():
-    drawn = [algorithm for label, algorithm in report.OURS.items() if label != "mpo_atari"]
+    drawn = [algorithm for label, algorithm in report.OURS.items() if label not in report.DISCRETE]
     drawn.append(report.PUBLISHED["DreamerV3"])
     assert len({algorithm.colour for algorithm in drawn}) == len({a.marker for a in drawn}) == len(drawn)
     mpo = {report.OURS[label].colour for label in ("mpo_continuous", "mpo_atari")}
