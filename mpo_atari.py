@@ -735,7 +735,8 @@ class Log:
         done = max(counters["global_step"] - WORKERS * counters["due"] / self.args.updates_per_step, 1)
         speed, mean = done / (time.time() - self.started), np.mean(counters["returns"] or [math.nan])
         line = f"step {done:,.0f}/{total:,}  return {mean:.1f}  {speed:.0f} steps/s"
-        self.say(f"{line}  {clock((total - done) / speed)} left", end="" if self.live else "\n")
+        left = f"  {clock((total - done) / speed)} left" if time.time() - self.started > 10 else ""  # a guess before
+        self.say(line + left, end="" if self.live else "\n")
 
     def say(self, sentence, end="\n"):
         print(f"\r\033[K{sentence}" if self.live else sentence, end=end, flush=True)

@@ -746,7 +746,7 @@ TINY = dict(env_id="CartPole-v1", num_envs=2, layers=(16, 16), batch_size=4, win
 TINY |= dict(total_timesteps=400, log_every=100, eval_episodes=2, buffer_size=5000, updates_per_step=0.25)
 OUR_LINES = [
     r"\S+, observations \(.*\), \d+ actions; writing to \S+",
-    r"step [\d,]+/[\d,]+  return \S+  \d+ steps/s  \d+ min \d\d s left",
+    r"step [\d,]+/[\d,]+  return \S+  \d+ steps/s(  \d+ min \d\d s left)?",
     r"step [\d,]+: the most probable action returns \S+",
     r"done: [\d,]+ steps in \d+ min \d\d s; everything is in \S+",
 ]

@@ -30,7 +30,7 @@ FILES = sorted(ROOT.glob("mpo_*.py"))
 DIFFER_BY_NATURE = {"Args", "make_env", "Policy", "Critic", "update", "main"}
 OUR_LINES = [  # what a start prints where it is not a terminal
     r"\S+, \d+ observations, \d+ actions; writing to \S+",
-    r"step [\d,]+/[\d,]+  return \S+  \d+ steps/s  \d+ min \d\d s left",
+    r"step [\d,]+/[\d,]+  return \S+  \d+ steps/s(  \d+ min \d\d s left)?",
     r"step [\d,]+: the mean action returns \S+",
     r"done: [\d,]+ steps in \d+ min \d\d s; everything is in \S+",
 ]
@@ -283,3 +283,15 @@ def test_the_lines_in_the_readme_load_a_policy(script, started, monkeypatch):
         assert torch.equal(value, saved[f"policy.{name}"])
     assert names["mean"].shape == (1,) and names["cholesky"].shape == (1, 1)
     assert (run_dir / "model.pt").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("seconds, left", [(2, ""), (100, r"  15 min \d\d s left")], ids=["at once", "later"])
+def test_the_progress_line_has_steps_return_speed_and_once_it_can_be_told_the_time_left(
+    script, seconds, left, tmp_path, capsys
+):
+    args = script.Args(total_timesteps=10_000, updates_per_step=1.0)
+    counters = {"global_step": 1200, "due": 200.0, "began": 1000, "returns": [3.0, 4.0], "seconds": float(seconds)}
+    log = script.Log(tmp_path, args, counters)
+    log.progress(counters)
+    log.progress(counters)  # so soon after the first, this prints nothing
+    assert re.fullmatch(rf"step 1,000/10,000  return 3\.5  \d+ steps/s{left}\n", capsys.readouterr().out)
