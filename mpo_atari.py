@@ -2,7 +2,7 @@
 
 Try:
     python mpo_atari.py --env-id ALE/Pong-v5                            learn to play from the screen
-    python mpo_atari.py --env-id CartPole-v1 --total-timesteps 20000    a small task (README: settings that solve it)
+    python mpo_atari.py --env-id CartPole-v1 --total-timesteps 30000    a small task, solved in a few minutes
     python mpo_atari.py --resume RUN_DIR                                continue a run that was stopped
     python mpo_atari.py --evaluate RUN_DIR --capture-video              watch what it learned
 
