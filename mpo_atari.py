@@ -507,6 +507,16 @@ def discrete_losses(agent, batch, args):
     return critic_loss, policy_loss, dual_loss + multiplier, {name: x.detach() for name, x in seen.items()}
 
 
+def make_optimiser(agent, args):
+    """Adam, at a rate each for policy, critic and multipliers."""
+    groups = [{"params": list(agent.policy.parameters()), "lr": args.policy_learning_rate}]
+    groups += [{"params": list(agent.critic.parameters()), "lr": args.learning_rate}]
+    # With equal betas no step is longer than the rate, up or down. With Adam's own, a burst of KL threw a multiplier to
+    # hundreds of times its value, and it took thousands of updates to come back (docs/metrics.md).
+    groups += [{"params": agent.multipliers(), "lr": args.multiplier_rate, "betas": (0.9, 0.9)}]
+    return torch.optim.Adam(groups, fused=True)
+
+
 def update(agent, optimiser, loss_function, batch, args, workers=None):
     """One step of Adam on theta, phi and the multipliers. Returns the losses and what the diagnostics need."""
     critic_loss, policy_loss, multiplier_loss, seen = loss_function(agent, batch, args)
@@ -942,10 +952,7 @@ def main(args):
         args = dataclasses.replace(args, **{n: v for n, v in VECTORS.items() if n not in given_by_user(args)})
     policy_options = {"shape": shape, "actions": actions, "layers": args.layers}
     agent = Agent(Policy(**policy_options), Critic(**policy_options), eta=1.0, eta_pi=1.0).to(args.device)
-    policy_group = {"params": list(agent.policy.parameters()), "lr": args.policy_learning_rate}
-    critic_group = {"params": list(agent.critic.parameters()), "lr": args.learning_rate}
-    multiplier_group = {"params": agent.multipliers(), "lr": args.multiplier_rate}
-    optimiser = torch.optim.Adam([policy_group, critic_group, multiplier_group], fused=True)
+    optimiser = make_optimiser(agent, args)
     replay = make_replay(args, shape)
     # "due" gradient steps are earned and not yet taken; the last row logged is of step "began"; "returns" are the
     # scores of the last twenty games

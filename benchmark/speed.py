@@ -58,10 +58,7 @@ class Continuous:
         critic = script.Critic(**sizes, layers=args.critic_layers)
         temperature = {"eta": 1.0} if hasattr(script, "temperature_dual") else {}
         self.agent = script.Agent(policy, critic, **temperature, eta_mu=1.0, eta_sigma=100.0)
-        groups = [{"params": list(policy.parameters()), "lr": args.policy_learning_rate}]
-        groups += [{"params": list(critic.parameters()), "lr": args.learning_rate}]
-        groups += [{"params": self.agent.multipliers(), "lr": args.multiplier_rate}]
-        self.optimiser = torch.optim.Adam(groups, fused=True)
+        self.optimiser = script.make_optimiser(self.agent, args)
         self.replay = script.Replay(args.buffer_size, **sizes)
         losses = getattr(script, "compute_losses", None) or script.parametric_losses
         self.loss_function = torch.compile(losses) if compiled else losses
@@ -140,10 +137,7 @@ class Atari:
         options = {"shape": shape, "actions": int(self.env.single_action_space.n), "layers": ()}
         policy, critic = script.Policy(**options), script.Critic(**options)
         self.agent = script.Agent(policy, critic, eta=1.0, eta_pi=1.0)
-        groups = [{"params": list(policy.parameters()), "lr": self.args.policy_learning_rate}]
-        groups += [{"params": list(critic.parameters()), "lr": self.args.learning_rate}]
-        groups += [{"params": self.agent.multipliers(), "lr": self.args.multiplier_rate}]
-        self.optimiser = torch.optim.Adam(groups, fused=True)
+        self.optimiser = script.make_optimiser(self.agent, self.args)
         self.replay = script.make_replay(self.args, shape)
         self.games = script.Games(self.env, self.replay, seed=1)
         for _ in range(100):

@@ -281,3 +281,23 @@ def test_the_three_losses_are_those_of_a_slow_second_implementation(script, deco
     assert [x.item() for x in fast[:3]] == pytest.approx(slow, rel=1e-9)
     trace = fast[3]["trace"][batch.valid[:, 1:] > 0]
     assert (trace == 1).any() and ((trace > 0.1) & (trace < 0.9)).any()  # clipped and unclipped traces were both there
+
+
+@pytest.mark.parametrize("script", scripts_with("make_optimiser"))
+def test_no_step_of_a_multiplier_is_longer_than_its_rate_and_it_comes_back_as_fast_as_it_went(script):
+    """Gradients of 1, then a burst of 10 for twenty updates, then its opposite: log eta moves by the rate at most."""
+    networks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    agent, args = script.Agent(*networks, eta=1.0), script.Args(multiplier_rate=0.01)
+    optimiser, log_eta = script.make_optimiser(agent, args), agent.log_eta
+    path = [0.0]
+    for gradient in [1.0] * 30 + [-10.0] * 20 + [1.0] * 100:
+        log_eta.grad = torch.full_like(log_eta, gradient)
+        optimiser.step()
+        path.append(log_eta.item())
+    steps = [after - before for before, after in zip(path, path[1:])]
+    assert max(map(abs, steps)) <= 0.01 * (1 + 1e-4)
+    assert min(steps[100:]) < -0.0099  # the burst is forgotten: full speed back
+    rates = [group["lr"] for group in optimiser.param_groups]
+    assert rates == [args.policy_learning_rate, args.learning_rate, 0.01]
+    covered = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in covered} == {id(p) for p in agent.parameters() if p.requires_grad}
