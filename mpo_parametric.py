@@ -502,16 +502,6 @@ def parametric_losses(agent, batch, noise, args):
     return critic_loss, policy_loss, multiplier_loss, {name: x.detach() for name, x in seen.items()}
 
 
-def make_optimiser(agent, args):
-    """Adam, at a rate each for policy, critic and multipliers."""
-    groups = [{"params": list(agent.policy.parameters()), "lr": args.policy_learning_rate}]
-    groups += [{"params": list(agent.critic.parameters()), "lr": args.learning_rate}]
-    # With equal betas no step is longer than the rate, up or down. With Adam's own, a burst of KL threw a multiplier to
-    # hundreds of times its value, and it took thousands of updates to come back (docs/metrics.md).
-    groups += [{"params": agent.multipliers(), "lr": args.multiplier_rate, "betas": (0.9, 0.9)}]
-    return torch.optim.Adam(groups, fused=True)
-
-
 def update(agent, optimiser, loss_function, batch, noise, args, workers=None):
     """One step of Adam on theta, phi and the multipliers. Returns the losses and what the diagnostics need."""
     critic_loss, policy_loss, multiplier_loss, seen = loss_function(agent, batch, noise, args)
@@ -942,7 +932,10 @@ def main(args):
     policy_options |= sizes | {"covariance": args.covariance, "bound_mean": args.bound_mean}
     critic = Critic(**sizes, layers=args.critic_layers)
     agent = Agent(Policy(**policy_options), critic, eta_mu=1.0, eta_sigma=100.0).to(args.device)
-    optimiser = make_optimiser(agent, args)
+    policy_group = {"params": list(agent.policy.parameters()), "lr": args.policy_learning_rate}
+    critic_group = {"params": list(agent.critic.parameters()), "lr": args.learning_rate}
+    multiplier_group = {"params": agent.multipliers(), "lr": args.multiplier_rate}
+    optimiser = torch.optim.Adam([policy_group, critic_group, multiplier_group], fused=True)
     try:
         replay = Replay(args.buffer_size, **sizes)
     except RuntimeError:

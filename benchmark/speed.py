@@ -58,7 +58,10 @@ class Continuous:
         critic = script.Critic(**sizes, layers=args.critic_layers)
         temperature = {"eta": 1.0} if hasattr(script, "temperature_dual") else {}
         self.agent = script.Agent(policy, critic, **temperature, eta_mu=1.0, eta_sigma=100.0)
-        self.optimiser = script.make_optimiser(self.agent, args)
+        groups = [{"params": list(policy.parameters()), "lr": args.policy_learning_rate}]
+        groups += [{"params": list(critic.parameters()), "lr": args.learning_rate}]
+        groups += [{"params": self.agent.multipliers(), "lr": args.multiplier_rate}]
+        self.optimiser = torch.optim.Adam(groups, fused=True)
         self.replay = script.Replay(args.buffer_size, **sizes)
         losses = getattr(script, "compute_losses", None) or script.parametric_losses
         self.loss_function = torch.compile(losses) if compiled else losses
