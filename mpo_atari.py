@@ -512,7 +512,7 @@ def make_optimiser(agent, args):
     groups = [{"params": list(agent.policy.parameters()), "lr": args.policy_learning_rate}]
     groups += [{"params": list(agent.critic.parameters()), "lr": args.learning_rate}]
     # With equal betas no step is longer than the rate, up or down. With Adam's own, a burst of KL threw a multiplier to
-    # hundreds of times its value, and it took thousands of updates to come back (docs/metrics.md).
+    # hundreds of times its value, and it took thousands of updates to come back (docs/defaults.md).
     groups += [{"params": agent.multipliers(), "lr": args.multiplier_rate, "betas": (0.9, 0.9)}]
     return torch.optim.Adam(groups, fused=True)
 
