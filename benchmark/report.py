@@ -351,7 +351,7 @@ def draw_games(runs):
         panel.set_title(f"{task}, {seed_range(counts)}")
         panel.set_xlim(left=0)
         thousands(panel)
-    legend(figure, drawn, "score of the last 20 games; hollow: of 10 games with the most probable action")
+    legend(figure, drawn, "score of the last 20 games; hollow: evaluations with the most probable action")
     figure.supxlabel("agent steps (four frames each in Atari)", fontsize=10)
     return figure
 
