@@ -1,6 +1,6 @@
 """How soon does DQN's network see what moves? The measurement behind two silent choices of mpo_atari.py.
 
-    python benchmark/frames.py            some six minutes on one thread; prints a table
+    python benchmark/frames.py            some five minutes on one thread; prints a table
 
 Random play of Pong gives states and, discounted, the returns that followed them. The critic of mpo_atari.py is fitted
 to these returns by plain regression, from PyTorch's initialisation or He's, on frames in [0, 1] or centred, in [-1, 1],
@@ -87,7 +87,7 @@ def fit(replay, returns, actions, he, centred, windows, updates):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=30_000, help="agent steps of random play")
-    parser.add_argument("--updates", type=int, default=1500, help="gradient steps of each fit")
+    parser.add_argument("--updates", type=int, default=1000, help="gradient steps of each fit")
     options = parser.parse_args()
     torch.set_num_threads(1)
     replay, returns, actions = play(options.steps)
