@@ -251,9 +251,10 @@ def body(shape, layers):
         return nn.Sequential(*itertools.chain(*hidden)), sizes[-1]
     convolutions = [nn.Conv2d(shape[0], 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()]
     convolutions += [nn.Conv2d(64, 64, 3, 1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU()]
-    for layer in convolutions[::2][:3] + [convolutions[7]]:  # He's initialisation: with PyTorch's own, what moves in a
-        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # frame is lost on the way through the layers
-        nn.init.zeros_(layer.bias)
+    for layer in convolutions:  # He's initialisation: with PyTorch's own, what moves in a frame is lost on its way
+        if hasattr(layer, "weight"):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
     return nn.Sequential(*convolutions).to(memory_format=torch.channels_last), 512
 
 
