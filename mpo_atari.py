@@ -84,16 +84,16 @@ class AtariEnvironment:
 class DiscreteAlgorithm:
     gamma: float = 0.99  # gamma, the discount (paper: 0.99)
     epsilon: float = 0.1  # epsilon, the E-step's bound on KL(q || pi_i) (paper: 0.1)
-    epsilon_pi: float = 3e-3  # epsilon_pi, the M-step's bound on KL(pi_i || pi); the paper has none for this policy
+    epsilon_pi: float = 1e-3  # epsilon_pi, the M-step's bound on KL(pi_i || pi); the paper has none for this policy
     window: int = 4  # T, the steps in a replayed window, after which Retrace bootstraps
     layers: tuple[int, ...] = (128, 128)  # hidden layers where observations are vectors; frames get DQN's network
 
 
 @dataclass
 class DiscreteOptimisation:
-    learning_rate: float = 2.5e-4  # Adam's rate for the critic (paper: 5e-4)
-    policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
-    multiplier_rate: float = 1e-2  # Adam's rate for the logarithms of the multipliers eta
+    learning_rate: float = 1e-4  # Adam's rate for the critic (paper: 5e-4)
+    policy_learning_rate: float = 2e-5  # Adam's rate for the policy (paper: 5e-4)
+    multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
     batch_size: int = 8  # B, the windows in a gradient step
     updates_per_step: float = 0.25  # gradient steps per agent step; 0.25: one every four steps, as DQN
     target_period: int = 200  # gradient steps between two copies of the targets (paper: each iteration, that is 1000)
@@ -146,7 +146,8 @@ class Args(AtariExperiment, AtariEnvironment, DiscreteAlgorithm, DiscreteOptimis
 # What --paper restores: the printed values that are not our defaults.
 PAPER = {"learning_rate": 5e-4, "policy_learning_rate": 5e-4, "target_period": 1000}
 # The defaults are for frames. Where observations are vectors a gradient step costs little, and these take their place.
-VECTORS = {"learning_rate": 1e-3, "window": 8, "batch_size": 16, "updates_per_step": 1.0, "learning_starts": 1000}
+VECTORS = {"learning_rate": 1e-3, "policy_learning_rate": 1e-4, "multiplier_rate": 1e-2, "epsilon_pi": 3e-3, "window": 8}
+VECTORS |= {"batch_size": 16, "updates_per_step": 1.0, "learning_starts": 1000}
 POSITIVE = "total_timesteps num_envs epsilon epsilon_pi window layers learning_rate policy_learning_rate"
 POSITIVE += " multiplier_rate batch_size updates_per_step target_period buffer_size max_grad_norm"
 POSITIVE += " eval_episodes log_every"
@@ -952,7 +953,7 @@ def main(args):
     if len(shape) == 1 and not args.resume and not args.evaluate:
         args = dataclasses.replace(args, **{n: v for n, v in VECTORS.items() if n not in given_by_user(args)})
     policy_options = {"shape": shape, "actions": actions, "layers": args.layers}
-    agent = Agent(Policy(**policy_options), Critic(**policy_options), eta=1.0, eta_pi=1.0).to(args.device)
+    agent = Agent(Policy(**policy_options), Critic(**policy_options), eta=1.0, eta_pi=10.0).to(args.device)
     optimiser = make_optimiser(agent, args)
     replay = make_replay(args, shape)
     # "due" gradient steps are earned and not yet taken; the last row logged is of step "began"; "returns" are the
