@@ -146,8 +146,8 @@ class Args(AtariExperiment, AtariEnvironment, DiscreteAlgorithm, DiscreteOptimis
 # What --paper restores: the printed values that are not our defaults.
 PAPER = {"learning_rate": 5e-4, "policy_learning_rate": 5e-4, "target_period": 1000}
 # The defaults are for frames. Where observations are vectors a gradient step costs little, and these take their place.
-VECTORS = {"learning_rate": 1e-3, "policy_learning_rate": 1e-4, "multiplier_rate": 1e-2, "epsilon_pi": 3e-3, "window": 8}
-VECTORS |= {"batch_size": 16, "updates_per_step": 1.0, "learning_starts": 1000}
+VECTORS = {"learning_rate": 1e-3, "policy_learning_rate": 1e-4, "multiplier_rate": 1e-2, "epsilon_pi": 3e-3}
+VECTORS |= {"window": 8, "batch_size": 16, "updates_per_step": 1.0, "learning_starts": 1000}
 POSITIVE = "total_timesteps num_envs epsilon epsilon_pi window layers learning_rate policy_learning_rate"
 POSITIVE += " multiplier_rate batch_size updates_per_step target_period buffer_size max_grad_norm"
 POSITIVE += " eval_episodes log_every"
