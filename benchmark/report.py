@@ -605,7 +605,7 @@ Each row is `python benchmark/run.py --script mpo_atari.py --tasks TASK --total-
 are drawn from the policy; *first games* are those before the first row was logged, so nearly the untrained policy's. An
 evaluation is of whole games with the most probable action, from the same seeds each time. Scores are the game's own,
 never clipped. An agent step of Atari is four frames, of which DQN's custom is 200 million. Minutes are by the clock, of
-a machine with other work; Boxing and the second CartPole were halted for 16 of theirs.
+a machine with other work; Pong had two threads for its last quarter.
 """
 
 
