@@ -3,9 +3,9 @@
     python benchmark/study.py                    run what is missing: three tasks, one change at a time
     python benchmark/study.py "window 4" joint   only these; a part of a name is enough
     python benchmark/study.py --seeds 2,3 paper  other seeds
-    python benchmark/study.py --table            print the table from benchmark/results/study
+    python benchmark/study.py --table            print the tables from benchmark/results/study
 
-The runs are short, 10,000 environment steps, so that there can be many of them.
+The runs are short, 20,000 environment steps, so that there can be many of them; the first ones ended at 10,000.
 """
 
 import argparse
@@ -18,14 +18,21 @@ from run import read_result
 
 HERE = Path(__file__).resolve().parent
 TASKS = ["cartpole-swingup", "walker-walk", "cheetah-run"]
-STEPS = 10_000
+STEPS = 20_000
+MARKS = {10_000: 5000, 20_000: 10_000}  # where the tables look, and over how many steps before it they average
 VARIANTS = {
     "defaults": [],  # not run here
     "paper: all printed values": ["--paper"],
     "policy-learning-rate 5e-4 (paper)": ["--policy-learning-rate", "5e-4"],
     "epsilon-mu 0.1 (paper)": ["--epsilon-mu", "0.1"],
     "target-period 1000 (paper)": ["--target-period", "1000"],
+    "target-period 250": ["--target-period", "250"],
     "target-period 25": ["--target-period", "25"],
+    "learning-rate 1e-3": ["--learning-rate", "1e-3"],
+    "learning-rate 2e-4": ["--learning-rate", "2e-4"],
+    "policy-learning-rate 3e-4": ["--policy-learning-rate", "3e-4"],
+    "epsilon-mu 0.02": ["--epsilon-mu", "0.02"],
+    "epsilon-mu 0.001": ["--epsilon-mu", "0.001"],
     "decoupling followup": ["--decoupling", "followup"],
     "decoupling joint": ["--decoupling", "joint"],
     "no-bound-mean": ["--no-bound-mean"],
@@ -50,28 +57,31 @@ def label(variant):
     return "study/" + variant.split(" (")[0].replace(",", "").replace(":", "").replace(" ", "-")
 
 
-def run(variants, seeds):
+def run(variants, seeds, workers):
     for variant in variants:
         command = [sys.executable, str(HERE / "run.py"), "--tasks", ",".join(TASKS), "--label", label(variant)]
-        command += ["--total-timesteps", str(STEPS), "--seeds", seeds, "--", *VARIANTS[variant]]
+        command += ["--total-timesteps", str(STEPS), "--seeds", seeds, "--workers", str(workers)]
+        command += ["--", "--compile", *VARIANTS[variant]]
         subprocess.run(command, check=True)
 
 
-def reached(variant, task):
-    """For each seed: the mean-action return at STEPS, and the mean training return of the 5,000 steps before."""
+def reached(variant, task, mark):
+    """For each seed that came so far: the mean-action return at the mark, and the mean training return before it."""
     found = []
     for path in sorted((HERE / "results" / label(variant) / task).glob("seed*.csv")):
-        rows = [row for row in read_result(path)[1] if row["env_steps"] <= STEPS]
-        late = [row["train_return"] for row in rows if row["env_steps"] > STEPS - 5000]
-        found.append((rows[-1]["eval_return"], statistics.mean(late)))
+        rows = read_result(path)[1]
+        if rows[-1]["env_steps"] >= mark:
+            rows = [row for row in rows if row["env_steps"] <= mark]
+            late = [row["train_return"] for row in rows if row["env_steps"] > mark - MARKS[mark]]
+            found.append((rows[-1]["eval_return"], statistics.mean(late)))
     return found
 
 
-def table():
+def table(mark):
     """Markdown: for each variant and task, `evaluation (training)`, means over seeds where there are several."""
-    lines = ["| setting | " + " | ".join(TASKS) + " | mean | seeds |", "|---|" + "---:|" * (len(TASKS) + 2)]
+    lines = [f"| at {mark:,} steps | " + " | ".join(TASKS) + " | mean | seeds |", "|---|" + "---:|" * (len(TASKS) + 2)]
     for variant in VARIANTS:
-        cells = [reached(variant, task) for task in TASKS]
+        cells = [reached(variant, task, mark) for task in TASKS]
         if not all(cells):
             continue
         means = [tuple(map(statistics.mean, zip(*cell))) for cell in cells]
@@ -85,10 +95,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("variants", nargs="*", help="parts of the names of what to run; none: all")
     parser.add_argument("--seeds", default="1", help="as in run.py: how many, or which ones, separated by commas")
-    parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    parser.add_argument("--table", action="store_true", help="run nothing, print the tables")
     options = parser.parse_args()
     chosen = [name for name in VARIANTS if not options.variants or any(part in name for part in options.variants)]
     chosen = [name for name in chosen if VARIANTS[name]]
     if not chosen:
         parser.error(f"no setting is called {' or '.join(options.variants)}; there are {', '.join(VARIANTS)}")
-    print(table()) if options.table else run(chosen, options.seeds)
+    print(*map(table, MARKS), sep="\n\n") if options.table else run(chosen, options.seeds, options.workers)
