@@ -40,6 +40,7 @@ VARIANTS = {
     "window 4, batch-size 64": ["--window", "4", "--batch-size", "64"],
     "window 16, batch-size 16": ["--window", "16", "--batch-size", "16"],
     "batch-size 16": ["--batch-size", "16"],
+    "window 4, updates-per-step 2": ["--window", "4", "--updates-per-step", "2"],
     "num-samples 5": ["--num-samples", "5"],
     "num-samples 50": ["--num-samples", "50"],
     "trajectories 3": ["--trajectories", "3"],
