@@ -72,6 +72,7 @@ PUBLISHED = {
     "MPO": Algorithm("MPO, published", "#0072B2", "d"),
     "DreamerV3": Algorithm("DreamerV3, published", "#882255", "*"),
 }  # those that are drawn; the tables have all of published.csv
+FRONT = ("<!-- benchmark/report.py writes this table -->", "<!-- up to here -->")  # in the project's README
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,6 +491,27 @@ def published_table(runs, published, mark):
     return markdown(head, rows)
 
 
+def front_table(runs, published, mark=100_000):
+    """The table in the project's README: the tasks that we have, and the published columns closest to ours."""
+    head = ["task", "mean action", "training return", "seeds", *(PUBLISHED[name].name for name in PUBLISHED)]
+    table = {}
+    for task in tasks_with(runs, "mpo_continuous", "training", mark):
+        training = seeds_with(runs, "mpo_continuous", task, "training", mark)
+        evaluation = seeds_with(runs, "mpo_continuous", task, "evaluation", mark)
+        others = [published[name][task].get(mark) for name in PUBLISHED]
+        table[task] = [mean(evaluation), mean(training), len(training), *others]
+    rows = [[task, *map(cell, values)] for task, values in table.items()]
+    means = [cell(mean(column)) for column in zip(*table.values())]
+    rows.append([f"**mean of {counted(len(table), 'task')}**", *means[:2], "", *means[3:]])
+    return markdown(head, rows)
+
+
+def front_page(text, table):
+    """The project's README with this table in its place."""
+    before, rest = text.split(FRONT[0])
+    return before + FRONT[0] + f"\n\n{table}\n\n" + FRONT[1] + rest.split(FRONT[1])[1]
+
+
 def compared_table(runs, labels, mark, tasks):
     """Training / mean-action return and the number of seeds, for several of our own algorithms."""
     rows = []
@@ -672,6 +694,9 @@ def main():
             plt.close(figure)
     drawn = [path.stem for path in folder.glob("*.png")]
     (options.output / "README.md").write_text(readme(runs, published, options.results, drawn))
+    if options.output == HERE:
+        front = HERE.parent / "README.md"
+        front.write_text(front_page(front.read_text(), front_table(runs, published)))
     print(f"wrote {options.output / 'README.md'} and {counted(len(drawn), 'figure')}")
 
 

@@ -427,6 +427,13 @@ def test_the_tables_of_the_repository_are_those_its_csvs_give():
     assert same, "python benchmark/report.py writes another benchmark/README.md than the one that is here"
 
 
+def test_the_table_on_the_front_page_is_the_one_the_csvs_give():
+    text = (BENCHMARK.parent / "README.md").read_text()
+    table = report.front_table(read(BENCHMARK / "results"), report.read_published())
+    assert report.front_page(text, table) == text, "python benchmark/report.py writes another table into README.md"
+    assert f"\n{table}\n" in text and report.front_page(text, "| other |").count("\n") < text.count("\n")
+
+
 def test_the_published_figures_are_whole_and_name_their_source():
     published = report.read_published()
     assert list(published) == ["MPO", "DMPO", "D4PG", "DDPG", "PPO", "DreamerV3"]
