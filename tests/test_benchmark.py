@@ -357,6 +357,24 @@ def test_the_interquartile_mean_weighs_tasks_alike_and_its_interval_resamples_th
     assert two[0] == [2.0] and np.ravel(two[1]).tolist() == [0, 4]
 
 
+def test_aggregates_are_those_of_rliable():
+    library = pytest.importorskip("rliable.library")
+    from rliable.metrics import aggregate_iqm
+
+    scores = np.random.default_rng(1).gamma(2.0, 200.0, size=(7, 5))  # [seeds, tasks]
+    ours = [column[:, None] for column in scores.T]
+    taus = np.array([100.0, 300.0, 600.0])
+    point, interval = report.with_interval(ours, report.iqm)
+    share, shares = report.with_interval(ours, lambda x: (x > taus).mean(-2))
+    statistic = lambda x: np.array([aggregate_iqm(x)])  # noqa: E731
+    theirs = library.get_interval_estimates({"": scores}, statistic, reps=10_000)
+    profile = library.create_performance_profile({"": scores}, taus)
+    assert point == pytest.approx(theirs[0][""]) and share == pytest.approx(profile[0][""])
+    # two bootstraps: the ends of their intervals differ by far less than a tenth of the length
+    assert interval == pytest.approx(theirs[1][""], abs=0.1 * np.ptp(interval))
+    assert shares == pytest.approx(profile[1][""], abs=1.1 / scores.size)
+
+
 def test_tables_hold_our_figures_beside_the_published_and_say_what_is_missing(tmp_path):
     for seed, height in ((1, 1.0), (2, 3.0)):
         make_result(tmp_path, "mpo_continuous", "walker-walk", seed, height=height)
