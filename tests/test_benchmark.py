@@ -23,6 +23,7 @@ sys.path.insert(0, str(BENCHMARK))
 import report  # noqa: E402
 import run as queue  # noqa: E402
 import sensitivity  # noqa: E402
+import study  # noqa: E402
 
 # A script as the queue expects it, without the learning: a row for each 100 steps, a checkpoint after each row.
 # It notes each start, saves when asked to stop, and dies if asked twice, as the real ones do.
@@ -450,6 +451,20 @@ def test_the_table_on_the_front_page_is_the_one_the_csvs_give():
     table = report.front_table(read(BENCHMARK / "results"), report.read_published())
     assert report.front_page(text, table) == text, "python benchmark/report.py writes another table into README.md"
     assert f"\n{table}\n" in text and report.front_page(text, "| other |").count("\n") < text.count("\n")
+
+
+@pytest.mark.parametrize("mark", study.MARKS)
+def test_the_tables_of_the_defaults_are_those_their_csvs_give(mark):
+    text = (ROOT / "docs" / "defaults.md").read_text()
+    assert f"\n{study.table(mark)}\n\n" in text, "python benchmark/study.py --table prints another table"
+
+
+def test_every_row_of_the_study_is_a_change_that_the_script_takes():
+    names = [study.label(variant) for variant in study.VARIANTS]
+    assert len(set(names)) == len(names) and not any(set(name) & set(" ,:()") for name in names)
+    for words in study.VARIANTS.values():
+        given = [word[2:].removeprefix("no-").replace("-", "_") for word in words if word.startswith("--")]
+        assert all(hasattr(mpo_continuous.Args, name) for name in given)
 
 
 def test_the_published_figures_are_whole_and_name_their_source():
