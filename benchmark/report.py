@@ -274,7 +274,8 @@ def draw_task(axes, runs, labels, task, column, against="steps", published=None)
     axes.set_title(task)
     axes.text(0.03, 0.98, note, transform=axes.transAxes, va="top", fontsize=8, color="#444444")
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]), top=1.12 * axes.get_ylim()[1])  # room for the note
+    low, high = axes.get_ylim()
+    axes.set_ylim(low if axes.dataLim.ymin < 0 else 0, max(1, 1.12 * high))  # room for the note
     thousands(axes)
     return [algorithm for algorithm, _ in drawn]
 
