@@ -81,6 +81,17 @@ def test_linear_q_has_the_temperature_sqrt_of_w_sigma_w_over_two_epsilon(script,
 
 
 @with_moments
+@pytest.mark.parametrize("epsilon", [0.01, 0.1])
+def test_about_the_old_mean_linear_q_spreads_by_one_plus_two_epsilon_along_its_slope(script, epsilon):
+    """So a mean that cannot follow makes the M-step widen the policy (docs/defaults.md, where a task falls behind)."""
+    z, log_prior, _, _, actions, _, generator = gaussian_case(seed=5)
+    scores = actions @ normal(generator, 2)
+    eta = best_eta(script, scores.unsqueeze(0), log_prior, epsilon, torch.ones(1).double())
+    _, s = script.weighted_moments(script.improved_policy(eta, scores, log_prior), z)
+    assert torch.linalg.eigvalsh(s).tolist() == pytest.approx([1, 1 + 2 * epsilon], rel=1e-5)
+
+
+@with_moments
 @pytest.mark.parametrize("seed", range(3))
 def test_quadratic_q_adds_its_hessian_over_eta_to_the_precision(script, seed):
     z, log_prior, mean, cholesky, actions, sigma, generator = gaussian_case(seed)
