@@ -90,6 +90,7 @@ class Algorithm:
     bound_mean: bool = True  # keep the policy's mean inside the action range with a tanh
     initial_std: float = 0.5  # standard deviation of the untrained policy; the action range is [-1, 1]
     min_std: float = 0.01  # least diagonal entry of the Cholesky factor
+    max_std: float = 1000.0  # what a standard deviation never reaches; 1 keeps the noise within the action range
 
 
 @dataclass
@@ -140,8 +141,8 @@ class Args(Experiment, Environment, Algorithm, Optimisation, RunControl):
 PAPER = {"epsilon_mu": 0.1, "policy_learning_rate": 5e-4, "updates_per_step": 1.0, "target_period": 1000}
 POSITIVE = "total_timesteps epsilon epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
 POSITIVE += " min_std learning_rate policy_learning_rate multiplier_rate batch_size trajectories updates_per_step"
-POSITIVE += " target_period buffer_size max_grad_norm eval_episodes"
-ORDERED = [("window", "buffer_size"), ("min_std", "initial_std")]  # the first must be less than the second
+POSITIVE += " max_std target_period buffer_size max_grad_norm eval_episodes"
+ORDERED = [("window", "buffer_size"), ("min_std", "initial_std"), ("initial_std", "max_std")]  # first below second
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,15 +204,16 @@ def episode_seed(seed, *numbers):
 class Policy(nn.Module):
     """pi(a|s, theta) = N(mu(s), L(s) L(s)^T) with L lower triangular and positive on the diagonal."""
 
-    def __init__(self, state_size, action_size, layers, initial_std, min_std, covariance, bound_mean):
+    def __init__(self, state_size, action_size, layers, initial_std, min_std, max_std, covariance, bound_mean):
         super().__init__()
         sizes = [state_size, *layers]
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.norm = nn.LayerNorm(layers[0])
         self.mean = nn.Linear(layers[-1], action_size)
         self.factor = nn.Linear(layers[-1], action_size**2)
-        self.action_size, self.min_std = action_size, min_std
+        self.action_size, self.min_std, self.max_std = action_size, min_std, max_std
         self.covariance, self.bound_mean = covariance, bound_mean
+        initial_std /= math.sqrt(1 - (initial_std / max_std) ** 2)  # before it is held below max_std
         self.std_offset = math.log(math.expm1(initial_std - min_std))  # softplus(offset) + min_std = initial_std
         with torch.no_grad():  # start at N(0, initial_std^2 I), nearly
             for head in (self.mean, self.factor):
@@ -227,6 +229,8 @@ class Policy(nn.Module):
         cholesky = torch.diag_embed(std)  # A_ii <- log(1 + exp(A_ii))
         if self.covariance == "full":
             cholesky = cholesky + raw.tril(-1)
+        variance = cholesky.square().sum(-1, keepdim=True)
+        cholesky = cholesky * (1 + variance / self.max_std**2).rsqrt()  # the rows shrink, the correlations stay
         mean = self.mean(h)
         return torch.tanh(mean) if self.bound_mean else mean, cholesky
 
@@ -911,7 +915,7 @@ def main(args):
     env, eval_env = make_env(args), make_env(args, render=args.capture_video)
     sizes = {"state_size": env.observation_space.shape[0], "action_size": env.action_space.shape[0]}
     policy_options = {"layers": args.policy_layers, "initial_std": args.initial_std, "min_std": args.min_std}
-    policy_options |= sizes | {"covariance": args.covariance, "bound_mean": args.bound_mean}
+    policy_options |= sizes | {"max_std": args.max_std, "covariance": args.covariance, "bound_mean": args.bound_mean}
     critic = Critic(**sizes, layers=args.critic_layers)
     agent = Agent(Policy(**policy_options), critic, eta=1.0, eta_mu=1.0, eta_sigma=100.0).to(args.device)
     policy_group = {"params": list(agent.policy.parameters()), "lr": args.policy_learning_rate}

@@ -50,7 +50,7 @@ def work(turns):
     args = script.Args(env_id=TASK, time_limit=STEPS, policy_layers=(200, 200), critic_layers=(300, 300), threads=1)
     env = script.make_env(args)
     sizes = {"state_size": env.observation_space.shape[0], "action_size": env.action_space.shape[0]}
-    options = {name: getattr(args, name) for name in ("initial_std", "min_std", "covariance", "bound_mean")}
+    options = {name: getattr(args, name) for name in ("initial_std", "min_std", "max_std", "covariance", "bound_mean")}
     policy = script.Policy(**sizes, layers=args.policy_layers, **options)
     critic = script.Critic(**sizes, layers=args.critic_layers)
     agent = script.Agent(policy, critic, eta=1.0, eta_mu=1.0, eta_sigma=100.0)

@@ -53,7 +53,9 @@ class Continuous:
         self.env = script.make_env(args)
         self.state_size, self.action_size = self.env.observation_space.shape[0], self.env.action_space.shape[0]
         sizes = {"state_size": self.state_size, "action_size": self.action_size}
-        options = {name: getattr(args, name) for name in ("initial_std", "min_std", "covariance", "bound_mean")}
+        options = {
+            name: getattr(args, name) for name in ("initial_std", "min_std", "max_std", "covariance", "bound_mean")
+        }
         policy = script.Policy(**sizes, layers=args.policy_layers, **options)
         critic = script.Critic(**sizes, layers=args.critic_layers)
         temperature = {"eta": 1.0} if hasattr(script, "temperature_dual") else {}

@@ -46,6 +46,7 @@ VARIANTS = {
     "trajectories 3": ["--trajectories", "3"],
     "initial-std 0.3": ["--initial-std", "0.3"],
     "initial-std 1.0": ["--initial-std", "1.0"],
+    "max-std 1": ["--max-std", "1"],
     "multiplier-rate 1e-2": ["--multiplier-rate", "1e-2"],
     "updates-per-step 0.5": ["--updates-per-step", "0.5"],
     "learning-starts 5000": ["--learning-starts", "5000"],

@@ -69,6 +69,10 @@ REFUSED = {  # flags, and what the sentence must name
         dict(initial_std=0.01, min_std=0.1),
         ["--initial-std", "--min-std"],
     ),
+    "an initial standard deviation at its upper bound": (
+        dict(initial_std=0.5, max_std=0.5),
+        ["--max-std", "--initial-std"],
+    ),
     "a replay smaller than a window": (dict(buffer_size=8, window=8), ["--buffer-size", "--window"]),
     "a replay larger than memory": (dict(buffer_size=10**15), ["--buffer-size"]),
     "a graphics card that is not there": (dict(device="cuda"), ["cuda", "--device cpu"]),

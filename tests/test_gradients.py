@@ -100,14 +100,33 @@ def test_the_untrained_policy_has_the_standard_deviation_asked_for_about_a_mean_
 
 @with_networks
 def test_the_diagonal_of_the_factor_is_softplus_above_its_least_value(script):
-    policy = make_policy(script, small_args(script, initial_std=0.5, min_std=0.1))
+    policy = make_policy(script, small_args(script, initial_std=0.5, min_std=0.1, max_std=1e9))
     torch.nn.init.zeros_(policy.factor.weight)
     for raw in (-1e3, -1.0, 2.0):
         torch.nn.init.constant_(policy.factor.bias, raw)
         cholesky = policy(torch.ones(STATE_SIZE).double())[1]
         exact = 0.1 + math.log1p(math.exp(raw + math.log(math.expm1(0.4))))
         assert cholesky.diagonal().tolist() == pytest.approx([exact, exact], rel=1e-9)
-        assert cholesky[1, 0] == raw
+        assert cholesky[1, 0].item() == pytest.approx(raw, rel=1e-9)
+
+
+@with_networks
+@pytest.mark.parametrize("max_std", [0.7, 2.0])
+def test_no_standard_deviation_reaches_max_std_and_correlations_stay(script, max_std):
+    bounded, free = (make_policy(script, small_args(script, initial_std=0.5, max_std=x)) for x in (max_std, 1e9))
+    bounded.load_state_dict(free.state_dict())
+    bounded.std_offset, states = free.std_offset, normal(numbers(7), 20, STATE_SIZE)
+    for scale in (0.1, 3.0, 100.0):
+        for policy in (bounded, free):
+            policy.factor.weight.data.copy_(scale * normal(numbers(6), *policy.factor.weight.shape))
+        sigma, free_sigma = (cholesky @ cholesky.mT for _, cholesky in (bounded(states), free(states)))
+        std, free_std = (x.diagonal(dim1=-2, dim2=-1).sqrt() for x in (sigma, free_sigma))
+        assert std.max() < max_std
+        torch.testing.assert_close(1 / std.square(), 1 / free_std.square() + 1 / max_std**2)
+        correlation, free_correlation = (
+            x / (s.unsqueeze(-1) * s.unsqueeze(-2)) for x, s in ((sigma, std), (free_sigma, free_std))
+        )
+        torch.testing.assert_close(correlation, free_correlation)
 
 
 @with_networks
