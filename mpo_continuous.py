@@ -14,6 +14,9 @@ Symbols, as in the paper:
     b(a|s)              the policy that acted when the data was collected
 
 Axis letters in shape comments: B windows, T steps in a window, M sampled actions, S observation size, A action size.
+
+All of MPO stands before the banner "Acting and evaluating". What follows it is what any such script needs: episodes, the
+run folder, checks of the user's input, workers, and the loop that calls it all.
 """
 # /// script
 # requires-python = ">=3.10,<3.13"
@@ -344,8 +347,7 @@ def categorical_kl(weights, log_prior):
 # solve per state. E.g. L^-1 (a - mu) = d + P z.
 def weighted_moments(weights, z):
     """z_bar = sum_m w_m z_m and S = sum_m w_m z_m z_m^T. weights [..., M], z [..., M, A] -> [..., A], [..., A, A]."""
-    weighted = weights.unsqueeze(-1) * z
-    return weighted.sum(-2), weighted.mT @ z
+    return (weights.unsqueeze(-2) @ z).squeeze(-2), (weights.unsqueeze(-1) * z).mT @ z
 
 
 def whiten(mean_i, cholesky_i, mean, cholesky):
@@ -699,7 +701,7 @@ class Log:
 
             wandb.init(project="mpo", name=Path(run_dir).name, config=vars(args), sync_tensorboard=True)
         self.writer = SummaryWriter(run_dir, purge_step=logged + 1)
-        self.started, self.shown_at = time.time() - counters["seconds"], 0.0
+        self.started, self.shown_at, self.first = time.time() - counters["seconds"], 0.0, None
 
     def write(self, counters, metrics):
         """A row per iteration: the mean return of its episodes, losses and diagnostics of its last update."""
@@ -719,13 +721,15 @@ class Log:
 
     def progress(self, counters):
         """A line that rewrites itself twice a second on a terminal; elsewhere a plain line, twice a minute."""
-        if time.time() - self.shown_at < (0.5 if self.live else 30):
+        now, total = time.time(), self.args.total_timesteps
+        if now - self.shown_at < (0.5 if self.live else 30):
             return
-        self.shown_at, total = time.time(), self.args.total_timesteps
         done = max(counters["global_step"] - WORKERS * counters["due"] / self.args.updates_per_step, 1)
-        speed, mean = done / (time.time() - self.started), np.mean(counters["returns"] or [math.nan])
+        self.shown_at, self.first = now, self.first or (now, done)  # what came before, as compiling, is no guide
+        seconds, steps = now - self.first[0], done - self.first[1]
+        speed, mean = done / (now - self.started), np.mean(counters["returns"] or [math.nan])
         line = f"step {done:,.0f}/{total:,}  return {mean:.1f}  {speed:.0f} steps/s"
-        left = f"  {clock((total - done) / speed)} left" if time.time() - self.started > 10 else ""  # a guess before
+        left = f"  {clock((total - done) * seconds / steps)} left" if seconds > 10 and steps > 0 else ""
         self.say(line + left, end="" if self.live else "\n")
 
     def say(self, sentence, end="\n"):
@@ -945,10 +949,10 @@ def main(args):
     workers = Workers(args, agent) if LAUNCH else None
     log = workers if RANK else Log(run_dir, args, counters)
     log.say(f"{args.env_id}, {sizes['state_size']} observations, {sizes['action_size']} actions; writing to {run_dir}")
-    loss_function = torch.compile(compute_losses) if args.compile else compute_losses
     if args.compile:  # PyTorch's compiler warns about itself
         warnings.simplefilter("ignore")
         os.environ["PYTHONWARNINGS"] = "ignore"
+    loss_function = torch.compile(compute_losses) if args.compile else compute_losses
     stop, saved_at = workers or StopRequest(), counters["global_step"] if resumed else None
 
     try:

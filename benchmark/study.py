@@ -5,7 +5,8 @@
     python benchmark/study.py --seeds 2,3 paper  other seeds
     python benchmark/study.py --table            print the tables from benchmark/results/study
 
-The runs are short, 20,000 environment steps, so that there can be many of them; the first ones ended at 10,000.
+The runs are short, 20,000 environment steps, so that there can be many of them; --total-timesteps 10000 makes them
+shorter still, and the table of that mark then has a row more than the other.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from run import read_result
 
 HERE = Path(__file__).resolve().parent
 TASKS = ["cartpole-swingup", "walker-walk", "cheetah-run"]
-STEPS = 20_000
 MARKS = {10_000: 5000, 20_000: 10_000}  # where the tables look, and over how many steps before it they average
 VARIANTS = {
     "defaults": [],  # not run here
@@ -55,14 +55,15 @@ VARIANTS = {
 
 def label(variant):
     if variant == "defaults":
-        return "mpo_continuous"  # longer runs, of which the table takes the first STEPS
+        return "mpo_continuous"  # longer runs, of which the tables take the beginning
     return "study/" + variant.split(" (")[0].replace(",", "").replace(":", "").replace(" ", "-")
 
 
-def run(variants, seeds, workers):
+def run(variants, options):
     for variant in variants:
         command = [sys.executable, str(HERE / "run.py"), "--tasks", ",".join(TASKS), "--label", label(variant)]
-        command += ["--total-timesteps", str(STEPS), "--seeds", seeds, "--workers", str(workers)]
+        command += ["--total-timesteps", str(options.total_timesteps)]
+        command += ["--seeds", options.seeds, "--workers", str(options.workers)]
         command += ["--", "--compile", *VARIANTS[variant]]
         subprocess.run(command, check=True)
 
@@ -97,6 +98,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("variants", nargs="*", help="parts of the names of what to run; none: all")
     parser.add_argument("--seeds", default="1", help="as in run.py: how many, or which ones, separated by commas")
+    parser.add_argument("--total-timesteps", type=int, default=20_000, help="environment steps of each run")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--table", action="store_true", help="run nothing, print the tables")
     options = parser.parse_args()
@@ -104,4 +106,4 @@ if __name__ == "__main__":
     chosen = [name for name in chosen if VARIANTS[name]]
     if not chosen:
         parser.error(f"no setting is called {' or '.join(options.variants)}; there are {', '.join(VARIANTS)}")
-    print(*map(table, MARKS), sep="\n\n") if options.table else run(chosen, options.seeds, options.workers)
+    print(*map(table, MARKS), sep="\n\n") if options.table else run(chosen, options)

@@ -104,6 +104,17 @@ def test_a_normal_start_prints_our_lines_only(script, started):
         assert any(re.fullmatch(pattern, line) for line in lines), pattern
 
 
+@pytest.mark.parametrize("script", CONTINUOUS[:1], indirect=True)  # it takes a minute, the others use its lines
+def test_a_compiled_run_prints_our_lines_only_and_learns_what_an_eager_one_does(script, started, tmp_path):
+    compiled = train(script, tiny(seed=3, compile=True, run_dir="run"), tmp_path, cold=True)
+    assert compiled.err == ""
+    for line in compiled.out.splitlines():
+        assert any(re.fullmatch(pattern, line) for pattern in OUR_LINES), line
+    for ours, eager in zip(rows(tmp_path / "run"), rows(started[1]), strict=True):
+        for name in ("losses/critic", "losses/policy", "losses/multipliers", "mpo/eta", "mpo/q_mean"):
+            assert math.isclose(float(ours[name]), float(eager[name]), rel_tol=1e-3, abs_tol=1e-5), name
+
+
 def test_a_process_that_these_tests_fork_does_what_one_of_its_own_does(script, started, tmp_path):
     """Most tests run the script in a process that has the imports behind it."""
     train(script, tiny(seed=3, run_dir="run"), tmp_path)
@@ -285,13 +296,16 @@ def test_the_lines_in_the_readme_load_a_policy(script, started, monkeypatch):
     assert (run_dir / "model.pt").stat().st_size < 100_000
 
 
-@pytest.mark.parametrize("seconds, left", [(2, ""), (100, r"  15 min \d\d s left")], ids=["at once", "later"])
+@pytest.mark.parametrize("seconds, left", [(2, ""), (100, r"  18 min \d\d s left")], ids=["at once", "later"])
 def test_the_progress_line_has_steps_return_speed_and_once_it_can_be_told_the_time_left(
     script, seconds, left, tmp_path, capsys
 ):
     args = script.Args(total_timesteps=10_000, updates_per_step=1.0)
-    counters = {"global_step": 1200, "due": 200.0, "began": 1000, "returns": [3.0, 4.0], "seconds": float(seconds)}
+    counters = {"global_step": 700, "due": 200.0, "began": 0, "returns": [3.0, 4.0], "seconds": 1000.0}
     log = script.Log(tmp_path, args, counters)
     log.progress(counters)
     log.progress(counters)  # so soon after the first, this prints nothing
-    assert re.fullmatch(rf"step 1,000/10,000  return 3\.5  \d+ steps/s{left}\n", capsys.readouterr().out)
+    assert re.fullmatch(r"step 500/10,000  return 3\.5  \d+ steps/s\n", capsys.readouterr().out)
+    log.shown_at, log.first = 0.0, (log.first[0] - seconds, log.first[1])  # as if the first line were so old
+    log.progress(counters | {"global_step": 1500})
+    assert re.fullmatch(rf"step 1,300/10,000  return 3\.5  \d+ steps/s{left}\n", capsys.readouterr().out)
