@@ -17,7 +17,7 @@ Symbols, as in the paper:
 Axis letters in shape comments: B windows, T steps in a window, A actions, N games played side by side, S observation
 size. A step is the agent's: four frames of the game, in which the action is repeated.
 
-All of MPO stands before the banner "Acting and evaluating". What follows it is what any such script needs: episodes, the
+All of MPO stands before the banner "Acting and evaluating". What follows is what any such script needs: episodes, the
 run folder, checks of the user's input, workers, and the loop that calls it all.
 """
 # /// script

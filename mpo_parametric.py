@@ -20,7 +20,7 @@ Symbols, as in the paper:
 Axis letters in shape comments: B windows, T steps in a window, M sampled actions, N of them in the policy's gradient,
 S observation size, A action size.
 
-All of MPO stands before the banner "Acting and evaluating". What follows it is what any such script needs: episodes, the
+All of MPO stands before the banner "Acting and evaluating". What follows is what any such script needs: episodes, the
 run folder, checks of the user's input, workers, and the loop that calls it all.
 """
 # /// script
