@@ -990,7 +990,7 @@ def test_a_video_shows_the_game_at_true_speed(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # It learns.
 # ---------------------------------------------------------------------------------------------------------------------
-CATCH = dict(env_id="Catch-v0", total_timesteps=6000, learning_starts=400, window=8, batch_size=4, epsilon_pi=0.1)
+CATCH = dict(env_id="Catch-v0", total_timesteps=4500, learning_starts=400, window=8, batch_size=4, epsilon_pi=0.1)
 CATCH |= dict(
     learning_rate=5e-4, policy_learning_rate=5e-4, multiplier_rate=0.03, target_period=40, updates_per_step=0.25
 )
@@ -998,7 +998,7 @@ CATCH |= dict(eval_every=0, eval_episodes=1, threads=1, seed=1)
 
 
 def test_it_learns_to_catch_nine_balls_of_ten_from_the_screen(tmp_path):
-    """1,400 updates on 32 stacks of frames each; the untrained policy misses most balls."""
+    """1,025 updates on 32 stacks of frames each; the untrained policy misses most balls."""
     train(mpo_atari, flags(**CATCH, run_dir="run"), tmp_path)
     out = train(mpo_atari, flags(evaluate="run", eval_episodes=100), tmp_path).out
     caught = (float(re.search(r"mean return (\S+)", out)[1]) + 1) / 2  # 1 for a ball caught, -1 for one missed
