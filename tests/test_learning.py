@@ -8,7 +8,7 @@ from running import CONTINUOUS, TASK, flags, make_policy, rows, together, train
 SEEDS = (1, 2, 3)
 SETTINGS = dict(env_id=TASK, time_limit=250, policy_layers=(64, 64), critic_layers=(64, 64), num_samples=10, window=5)
 TRAINING = dict(batch_size=32, learning_rate=1e-3, policy_learning_rate=1e-3, target_period=50, updates_per_step=1.0)
-TRAINING |= dict(learning_starts=500, total_timesteps=3000, eval_every=0, eval_episodes=3, threads=1)
+TRAINING |= dict(learning_starts=500, total_timesteps=2000, eval_every=0, eval_episodes=3, threads=1)
 
 
 @pytest.fixture(scope="module", params=CONTINUOUS)
@@ -26,7 +26,7 @@ def untrained(script, seed):
     return np.mean(script.evaluate(env, policy, 3, seed, "cpu")), np.mean([np.sum(reward) for reward in sampled])
 
 
-def test_three_thousand_steps_of_cartpole_swingup_make_the_return_many_times_that_of_the_untrained_policy(
+def test_two_thousand_steps_of_cartpole_swingup_make_the_return_many_times_that_of_the_untrained_policy(
     script, tmp_path
 ):
     def learn(seed):

@@ -42,11 +42,11 @@ def script(request):
     return request.param
 
 
-# An iteration is two episodes, 100 steps and 100 updates; the first takes 300. A checkpoint comes after every second or
+# An iteration is two episodes, 100 steps and 50 updates; the first takes 150. A checkpoint comes after every second or
 # third, and the ring of the replay goes round before the end.
 HALF, WHOLE = 600, 1200
 STEPS = [300, 400, 500, 600, 700, 800, 900, 1000, 1100, 1200]  # at which rows are logged
-SETTINGS = dict(trajectories=2, updates_per_step=1.0, learning_starts=300, target_period=70, buffer_size=700)
+SETTINGS = dict(trajectories=2, updates_per_step=0.5, learning_starts=300, target_period=30, buffer_size=700)
 SETTINGS |= dict(checkpoint_every=250, eval_every=300, seed=4)
 
 
@@ -173,7 +173,7 @@ def test_a_run_stopped_in_the_middle_of_an_iteration_ends_as_the_uninterrupted_o
     folder, _, stops = runs
     assert_same_run(folder / "whole", folder / "stopped")
     in_the_middle = stops[0][-1]
-    assert in_the_middle["returns"] and 1 <= in_the_middle["due"] < 300 and in_the_middle["updates"] > 0
+    assert in_the_middle["returns"] and 1 <= in_the_middle["due"] < 150 and in_the_middle["updates"] > 0
 
 
 def test_a_stopped_run_saves_prints_the_command_to_go_on_and_exits_with_the_signals_code(script, runs):
