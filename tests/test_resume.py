@@ -240,8 +240,8 @@ def test_a_stop_during_the_last_update_of_an_iteration_can_be_resumed(script, tm
     """One large update for each episode; tried until the signal meets it, and not the collecting of an episode."""
 
     def stopped():
-        process, met = begin(script, tmp_path, "stopped", total=400, updates_per_step=0.02, **LARGE), False
-        for pause in (0.1, 0.2, 0.4, 0.8):
+        process, met = begin(script, tmp_path, "stopped", total=800, updates_per_step=0.02, **LARGE), False
+        for pause in (0.1, 0.2, 0.4, 0.8, 0.1, 0.2, 0.4):
             wait_for_row(process, tmp_path / "stopped", last_step(tmp_path / "stopped") + 1)
             time.sleep(pause)
             stop(process, signal.SIGTERM)
@@ -252,7 +252,7 @@ def test_a_stop_during_the_last_update_of_an_iteration_can_be_resumed(script, tm
         assert met
         assert finish(process).returncode == 0, process.err
 
-    together(stopped, lambda: complete(script, tmp_path, "whole", total=400, updates_per_step=0.02, **LARGE))
+    together(stopped, lambda: complete(script, tmp_path, "whole", total=800, updates_per_step=0.02, **LARGE))
     assert timeless(tmp_path / "whole") == timeless(tmp_path / "stopped")
 
 
