@@ -812,7 +812,7 @@ def validate(args):
     if args.seed >= 2**32:
         refuse(f"--seed must be below 2**32, not {args.seed}.")
     for less, more in ORDERED:
-        if getattr(args, less) >= getattr(args, more):
+        if 0 < getattr(args, more) <= getattr(args, less):
             less, more = less.replace("_", "-"), more.replace("_", "-")
             refuse(f"--{more} must be greater than --{less}.")
     try:
@@ -945,6 +945,13 @@ def crossed(interval, counters):
     return interval > 0 and counters["global_step"] // interval > counters["began"] // interval
 
 
+def compiled(losses):
+    """The same function, compiled. Loops over less than 2^16 numbers stay on one thread: two would wait to meet."""
+    warnings.simplefilter("ignore")  # PyTorch's compiler warns about itself
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    return torch.compile(losses, options={"cpp.min_chunk_size": 2**16})
+
+
 def main(args):
     args = resolve(args)
     validate(args)
@@ -982,10 +989,7 @@ def main(args):
     workers = Workers(args, agent) if LAUNCH else None
     log = workers if RANK else Log(run_dir, args, counters)
     log.say(f"{args.env_id}, observations {tuple(shape)}, {actions} actions; writing to {run_dir}")
-    if args.compile:  # PyTorch's compiler warns about itself
-        warnings.simplefilter("ignore")
-        os.environ["PYTHONWARNINGS"] = "ignore"
-    loss_function = torch.compile(discrete_losses) if args.compile else discrete_losses
+    loss_function = compiled(discrete_losses) if args.compile else discrete_losses
     stop, saved_at = workers or StopRequest(), counters["global_step"] if resumed else None
 
     try:

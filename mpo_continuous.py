@@ -93,7 +93,7 @@ class Algorithm:
     bound_mean: bool = True  # keep the policy's mean inside the action range with a tanh
     initial_std: float = 0.5  # standard deviation of the untrained policy; the action range is [-1, 1]
     min_std: float = 0.01  # least diagonal entry of the Cholesky factor
-    max_std: float = 1000.0  # what a standard deviation never reaches; 1 keeps the noise within the action range
+    max_std: float = 0.0  # what a standard deviation never reaches, such as 1, the action range; 0: no such bound
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Args(Experiment, Environment, Algorithm, Optimisation, RunControl):
 PAPER = {"epsilon_mu": 0.1, "policy_learning_rate": 5e-4, "updates_per_step": 1.0, "target_period": 1000}
 POSITIVE = "total_timesteps epsilon epsilon_mu epsilon_sigma num_samples window policy_layers critic_layers initial_std"
 POSITIVE += " min_std learning_rate policy_learning_rate multiplier_rate batch_size trajectories updates_per_step"
-POSITIVE += " max_std target_period buffer_size max_grad_norm eval_episodes"
+POSITIVE += " target_period buffer_size max_grad_norm eval_episodes"
 ORDERED = [("window", "buffer_size"), ("min_std", "initial_std"), ("initial_std", "max_std")]  # first below second
 
 
@@ -216,7 +216,8 @@ class Policy(nn.Module):
         self.factor = nn.Linear(layers[-1], action_size**2)
         self.action_size, self.min_std, self.max_std = action_size, min_std, max_std
         self.covariance, self.bound_mean = covariance, bound_mean
-        initial_std /= math.sqrt(1 - (initial_std / max_std) ** 2)  # before it is held below max_std
+        if max_std:
+            initial_std /= math.sqrt(1 - (initial_std / max_std) ** 2)  # before it is held below max_std
         self.std_offset = math.log(math.expm1(initial_std - min_std))  # softplus(offset) + min_std = initial_std
         with torch.no_grad():  # start at N(0, initial_std^2 I), nearly
             for head in (self.mean, self.factor):
@@ -232,8 +233,9 @@ class Policy(nn.Module):
         cholesky = torch.diag_embed(std)  # A_ii <- log(1 + exp(A_ii))
         if self.covariance == "full":
             cholesky = cholesky + raw.tril(-1)
-        variance = cholesky.square().sum(-1, keepdim=True)
-        cholesky = cholesky * (1 + variance / self.max_std**2).rsqrt()  # the rows shrink, the correlations stay
+        if self.max_std:
+            variance = cholesky.square().sum(-1, keepdim=True)
+            cholesky = cholesky * (1 + variance / self.max_std**2).rsqrt()  # the rows shrink, the correlations stay
         mean = self.mean(h)
         return torch.tanh(mean) if self.bound_mean else mean, cholesky
 
@@ -252,7 +254,7 @@ class Critic(nn.Module):
     def forward(self, state, action):
         """state [..., S] and action [..., A] -> [...]; or M actions for each state, [..., M, A] -> [..., M]."""
         # The first layer over [s, a] is W_s s + W_a a + b; the state's part is computed once for all M actions. The
-        # in-place sums avoid a pass over memory each: with M x B x T rows, memory is what the update waits for.
+        # in-place sum avoids a pass over memory: there are M x B x T rows.
         first = self.hidden[0]
         state_part = F.linear(state, first.weight[:, : self.state_size], first.bias)
         if action.dim() > state.dim():
@@ -260,8 +262,15 @@ class Critic(nn.Module):
         h = F.linear(action.clamp(-1, 1), first.weight[:, self.state_size :]).add_(state_part)
         h = self.norm(h).relu_()
         for layer in self.hidden[1:]:
-            h = F.linear(h, layer.weight).add_(layer.bias).relu_()
-        return self.value(h).squeeze(-1)
+            h = layer_of_many(layer, h).relu_()
+        return h @ self.value.weight[0] + self.value.bias
+
+
+def layer_of_many(layer, h):
+    """W h + b. Of [B, T, M, H] it is a 1x1 convolution: PyTorch has a faster product for that on many CPUs."""
+    if h.dim() == 4 and h.is_cpu:
+        return F.conv2d(h.permute(0, 3, 1, 2), layer.weight[:, :, None, None], layer.bias).permute(0, 2, 3, 1)
+    return layer(h)
 
 
 class Agent(nn.Module):
@@ -789,7 +798,7 @@ def validate(args):
     if args.seed >= 2**32:
         refuse(f"--seed must be below 2**32, not {args.seed}.")
     for less, more in ORDERED:
-        if getattr(args, less) >= getattr(args, more):
+        if 0 < getattr(args, more) <= getattr(args, less):
             less, more = less.replace("_", "-"), more.replace("_", "-")
             refuse(f"--{more} must be greater than --{less}.")
     try:
@@ -908,6 +917,13 @@ def crossed(interval, counters):
     return interval > 0 and counters["global_step"] // interval > counters["began"] // interval
 
 
+def compiled(losses):
+    """The same function, compiled. Loops over less than 2^16 numbers stay on one thread: two would wait to meet."""
+    warnings.simplefilter("ignore")  # PyTorch's compiler warns about itself
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    return torch.compile(losses, options={"cpp.min_chunk_size": 2**16})
+
+
 def main(args):
     args = resolve(args)
     validate(args)
@@ -949,10 +965,7 @@ def main(args):
     workers = Workers(args, agent) if LAUNCH else None
     log = workers if RANK else Log(run_dir, args, counters)
     log.say(f"{args.env_id}, {sizes['state_size']} observations, {sizes['action_size']} actions; writing to {run_dir}")
-    if args.compile:  # PyTorch's compiler warns about itself
-        warnings.simplefilter("ignore")
-        os.environ["PYTHONWARNINGS"] = "ignore"
-    loss_function = torch.compile(compute_losses) if args.compile else compute_losses
+    loss_function = compiled(compute_losses) if args.compile else compute_losses
     stop, saved_at = workers or StopRequest(), counters["global_step"] if resumed else None
 
     try:

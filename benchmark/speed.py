@@ -66,7 +66,7 @@ class Continuous:
         self.optimiser = torch.optim.Adam(groups, fused=True)
         self.replay = script.Replay(args.buffer_size, **sizes)
         losses = getattr(script, "compute_losses", None) or script.parametric_losses
-        self.loss_function = torch.compile(losses) if compiled else losses
+        self.loss_function = script.compiled(losses) if compiled else losses
         self.collect()
 
     def collect(self):
@@ -255,7 +255,9 @@ def measure_speed(options):
             if mode == "eager":
                 products = learner.products()
                 update[f"{name} products"], facts[f"{name}: multiply-adds needed"] = bare_products(*products)
-                with FlopCounterMode(display=False) as counter:  # the list of products is right if this is the same
+                # the list of products is right if this is nearly the same: it counts the small products of E-step and
+                # M-step too, and not the critic's last layer, which is a product with a vector
+                with FlopCounterMode(display=False) as counter:
                     learner.update()
                 facts[f"{name}: multiply-adds done"] = counter.get_total_flops() // 2
     live["SAC"] = SAC(script, options.steps).live

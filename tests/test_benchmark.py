@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, mpo_continuous
-from running import flags, surroundings, tiny, wait_until
+from conftest import ROOT, mpo_continuous, scripts_with
+from running import flags, surroundings, tiny, train, wait_until
+from running import timeless as logged
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("matplotlib")
 BENCHMARK = ROOT / "benchmark"
@@ -23,6 +25,7 @@ sys.path.insert(0, str(BENCHMARK))
 import report  # noqa: E402
 import run as queue  # noqa: E402
 import sensitivity  # noqa: E402
+import speed  # noqa: E402
 import study  # noqa: E402
 
 # A script as the queue expects it, without the learning: a row for each 100 steps, a checkpoint after each row.
@@ -468,6 +471,24 @@ def test_every_row_of_the_study_is_a_change_that_the_script_takes():
         assert all(hasattr(mpo_continuous.Args, name) for name in given)
 
 
+EDITED = [variant for variant, change in study.VARIANTS.items() if isinstance(change, dict)]
+
+
+@pytest.fixture(scope="module")
+def plain_rows(tmp_path_factory):
+    """What a short run of the script itself logs."""
+    folder = tmp_path_factory.mktemp("plain")
+    train(ROOT / study.SCRIPT, tiny(run_dir="run"), folder)
+    return logged(folder / "run")
+
+
+@pytest.mark.parametrize("variant", EDITED)
+def test_a_row_of_the_study_without_a_flag_is_the_script_with_its_text_changed(variant, plain_rows, tmp_path):
+    (tmp_path / study.SCRIPT).write_text(study.edited(variant))
+    train(tmp_path / study.SCRIPT, tiny(run_dir="run"), tmp_path)
+    assert logged(tmp_path / "run")[-1] != plain_rows[-1]
+
+
 def test_the_published_figures_are_whole_and_name_their_source():
     published = report.read_published()
     assert list(published) == ["MPO", "DMPO", "D4PG", "DDPG", "PPO", "DreamerV3"]
@@ -482,6 +503,18 @@ def test_every_algorithm_has_a_colour_and_a_marker_of_its_own():
     assert len({algorithm.colour for algorithm in drawn}) == len({a.marker for a in drawn}) == len(drawn)
     mpo = {report.OURS[label].colour for label in ("mpo_continuous", "mpo_atari")}
     assert mpo == {report.PUBLISHED["MPO"].colour}
+
+
+@pytest.mark.parametrize("script", scripts_with("gaussian_log_prob"))
+def test_the_products_that_speed_py_times_are_those_of_an_update(script):
+    """Nearly: the small ones of E-step and M-step are left out, and the counter leaves out the critic's last layer."""
+    learner = speed.Continuous(script, compiled=False, episode_length=20)
+    with FlopCounterMode(display=False) as counter:
+        learner.update()
+    _, needed = speed.bare_products(*learner.products())
+    assert counter.get_total_flops() / 2 == pytest.approx(needed, rel=0.005)
+    learner.live()
+    assert learner.replay.size == 42  # two episodes of 20 steps and a last row
 
 
 def test_sensitivity_scales_the_defaults_of_the_script(tmp_path):
