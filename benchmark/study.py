@@ -7,6 +7,9 @@
 
 The runs are short, 20,000 environment steps, so that there can be many of them; --total-timesteps 10000 makes them
 shorter still, and the table of that mark then has a row more than the other.
+
+Where a setting has no flag, the row is a change to the text: the script stands alone, so a copy of it in runs/study is
+edited and run.
 """
 
 import argparse
@@ -18,9 +21,10 @@ from pathlib import Path
 from run import read_result
 
 HERE = Path(__file__).resolve().parent
+SCRIPT = "mpo_continuous.py"
 TASKS = ["cartpole-swingup", "walker-walk", "cheetah-run"]
 MARKS = {10_000: 5000, 20_000: 10_000}  # where the tables look, and over how many steps before it they average
-VARIANTS = {
+VARIANTS = {  # flags, or what replaces what in the script's text
     "defaults": [],  # not run here
     "paper: all printed values": ["--paper"],
     "policy-learning-rate 5e-4 (paper)": ["--policy-learning-rate", "5e-4"],
@@ -43,13 +47,24 @@ VARIANTS = {
     "window 4, updates-per-step 2": ["--window", "4", "--updates-per-step", "2"],
     "num-samples 5": ["--num-samples", "5"],
     "num-samples 50": ["--num-samples", "50"],
-    "trajectories 3": ["--trajectories", "3"],
+    "trajectories 5": ["--trajectories", "5"],
     "initial-std 0.3": ["--initial-std", "0.3"],
     "initial-std 1.0": ["--initial-std", "1.0"],
     "max-std 1": ["--max-std", "1"],
+    "max-std 2": ["--max-std", "2"],
     "multiplier-rate 1e-2": ["--multiplier-rate", "1e-2"],
     "updates-per-step 0.5": ["--updates-per-step", "0.5"],
     "learning-starts 5000": ["--learning-starts", "5000"],
+    "buffer-size 5000": ["--buffer-size", "5000"],
+    "tanh": {"F.relu(": "torch.tanh(", ".relu_()": ".tanh_()"},
+    "ELU": {
+        "F.relu(": "F.elu(",
+        "self.norm(h).relu_()": "F.elu(self.norm(h))",
+        "layer_of_many(layer, h).relu_()": "F.elu(layer_of_many(layer, h))",
+    },
+    "no layer norm": {"nn.LayerNorm(layers[0])": "nn.Identity()"},
+    "eta-sigma from 1": {"eta_sigma=100.0": "eta_sigma=1.0"},
+    "multipliers from 10": {"eta=1.0, eta_mu=1.0": "eta=10.0, eta_mu=10.0"},
 }
 
 
@@ -59,12 +74,26 @@ def label(variant):
     return "study/" + variant.split(" (")[0].replace(",", "").replace(":", "").replace(" ", "-")
 
 
+def edited(variant):
+    """The script's text with the change of a variant that has no flag."""
+    text = (HERE.parent / SCRIPT).read_text()
+    for old, new in VARIANTS[variant].items():
+        assert old in text, f"{SCRIPT} has no {old!r} any more"
+        text = text.replace(old, new)
+    return text
+
+
 def run(variants, options):
     for variant in variants:
-        command = [sys.executable, str(HERE / "run.py"), "--tasks", ",".join(TASKS), "--label", label(variant)]
-        command += ["--total-timesteps", str(options.total_timesteps)]
+        script, words = SCRIPT, VARIANTS[variant]
+        if isinstance(words, dict):
+            script, words = f"runs/{label(variant)}/{SCRIPT}", []
+            Path(script).parent.mkdir(parents=True, exist_ok=True)
+            Path(script).write_text(edited(variant))
+        command = [sys.executable, str(HERE / "run.py"), "--script", script, "--tasks", ",".join(TASKS)]
+        command += ["--label", label(variant), "--total-timesteps", str(options.total_timesteps)]
         command += ["--seeds", options.seeds, "--workers", str(options.workers)]
-        command += ["--", "--compile", *VARIANTS[variant]]
+        command += ["--", "--compile", *words]
         subprocess.run(command, check=True)
 
 
