@@ -201,6 +201,9 @@ def flat(agent):
 # parameters differ before the start, and are rank 0's afterwards
 args = small_args(mpo_continuous)
 agent = small_agent(mpo_continuous, args, seed=RANK)
+# as main() does, an optimiser first: it imports PyTorch's compiler, which keeps a group that it finds, and with it the
+# group's threads; they must not outlive Python
+torch.optim.Adam(agent.parameters())
 before = flat(agent)
 workers = mpo_continuous.Workers(args, agent)
 seen["before"], seen["after"] = before.tolist(), flat(agent).tolist()
