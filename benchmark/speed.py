@@ -20,6 +20,7 @@ import argparse
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import re
 import statistics
@@ -86,8 +87,10 @@ class Continuous:
         self.agent.copy_targets()
 
     def products(self):
-        """Layers (rows, inputs, outputs): of all forward passes, those with a gradient of W, those with one of x."""
+        """Layers (rows, inputs, outputs): of the forward passes, those with a gradient of W, those with one of x; and
+        the layers (shape of the rows, inputs, outputs) that the script computes as convolutions."""
         steps, states = SIZES["batch_size"] * SIZES["window"], SIZES["batch_size"] * (SIZES["window"] + 1)
+        scored = (SIZES["batch_size"], SIZES["window"] + 1, SIZES["num_samples"] + 1)  # M actions and the one taken
 
         def layers(rows, *sizes):
             return [(rows, inputs, outputs) for inputs, outputs in itertools.pairwise(sizes)]
@@ -98,9 +101,10 @@ class Continuous:
 
         policy = layers(states, self.state_size, *SIZES["policy_layers"], self.action_size)
         policy += layers(states, SIZES["policy_layers"][-1], self.action_size**2)
-        scores = critic(states, states * SIZES["num_samples"] + steps)
-        forward = 2 * policy + critic(steps, steps) + scores  # pi and pi_i; Q of the steps taken; Q' of M and of them
-        return forward, policy + critic(steps, steps), policy[1:] + critic(steps, steps)[2:]
+        first, action_part, *_, value = critic(states, math.prod(scored))
+        forward = 2 * policy + critic(steps, steps) + [first, action_part, value]  # pi and pi_i; Q of the steps taken
+        convolutions = layers(scored, *SIZES["critic_layers"])
+        return forward, policy + critic(steps, steps), policy[1:] + critic(steps, steps)[2:], convolutions
 
     def replay_bytes(self):
         return sum(rows.numel() * rows.element_size() for rows in self.replay.rows.values())
@@ -212,18 +216,21 @@ class DQN:
 SCRIPTS = {"mpo_continuous.py": Continuous, "mpo_parametric.py": Continuous}  # another kind of script: another class
 
 
-def bare_products(forward, weight_gradients, input_gradients):
-    """A function that does these products and nothing else, into memory it already has; and its multiply-adds."""
+def bare_products(forward, weight_gradients, input_gradients, convolutions):
+    """A function that does these products and nothing else, each as the script does it; and its multiply-adds."""
     pairs = [(torch.randn(n, i), torch.randn(o, i).T) for n, i, o in forward]  # y = x W^T
     pairs += [(torch.randn(n, o).T, torch.randn(n, i)) for n, i, o in weight_gradients]  # W' = y'^T x
     pairs += [(torch.randn(n, o), torch.randn(o, i)) for n, i, o in input_gradients]  # x' = y' W
-    done = [(x, y, torch.empty(len(x), y.shape[1])) for x, y in pairs]
+    done = [(x, y, torch.empty(len(x), y.shape[1])) for x, y in pairs]  # into memory it already has
+    many = [(torch.randn(*n, i).permute(0, 3, 1, 2), torch.randn(o, i, 1, 1)) for n, i, o in convolutions]
 
     def run():
         for x, y, out in done:
             torch.mm(x, y, out=out)
+        for x, kernel in many:
+            torch.nn.functional.conv2d(x, kernel)
 
-    return run, sum(x.numel() * y.shape[1] for x, y in pairs)
+    return run, sum(x.numel() * y.shape[1] for x, y in pairs) + sum(x.numel() * len(kernel) for x, kernel in many)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
