@@ -355,8 +355,9 @@ def leave_one_out_advantage(scores):
 
 def samples_log_prob(mean, cholesky, action):
     """log N(a_m; mu, L L^T) of N actions per state, from one solve. action [..., N, A] -> [..., N]."""
-    z = torch.linalg.solve_triangular(cholesky, (action - mean.unsqueeze(-2)).mT, upper=False)  # [..., A, N]
-    return standard_normal_log_prob(z.mT) - log_det(cholesky).unsqueeze(-1)
+    difference = action - mean.unsqueeze(-2)  # z L^T
+    z = torch.linalg.solve_triangular(cholesky.mT, difference, upper=True, left=False)
+    return standard_normal_log_prob(z) - log_det(cholesky).unsqueeze(-1)
 
 
 def likelihood_ratio_objective(advantage, log_prob):

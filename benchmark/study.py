@@ -29,6 +29,7 @@ VARIANTS = {  # flags, or what replaces what in the script's text
     "paper: all printed values": ["--paper"],
     "policy-learning-rate 5e-4 (paper)": ["--policy-learning-rate", "5e-4"],
     "epsilon-mu 0.1 (paper)": ["--epsilon-mu", "0.1"],
+    "epsilon-mu 0.1, policy-learning-rate 5e-4 (paper)": ["--epsilon-mu", "0.1", "--policy-learning-rate", "5e-4"],
     "target-period 1000 (paper)": ["--target-period", "1000"],
     "target-period 250": ["--target-period", "250"],
     "target-period 25": ["--target-period", "25"],
