@@ -87,7 +87,8 @@ class Algorithm:
     decoupling: Literal["paper", "followup", "joint"] = "paper"  # how the M-step's KL is split; joint: <= epsilon_mu
     covariance: Literal["full", "diagonal"] = "full"  # covariance of the Gaussian policy (paper: full)
     num_samples: int = 20  # M, the actions sampled per state to estimate integrals
-    window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
+    window: int = 4  # T, the steps in a replayed window, after which Retrace bootstraps
+    batch_size: int = 64  # B, the windows in a gradient step
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers of the policy (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers of the critic (paper: 200 200; humanoid 300 300)
     bound_mean: bool = True  # keep the policy's mean inside the action range with a tanh
@@ -101,7 +102,6 @@ class Optimisation:
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
     multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
-    batch_size: int = 32  # B, the windows in a gradient step
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
     updates_per_step: float = 1.0  # gradient steps per environment step; 1: the paper's K = 1000 per 1000-step episode
     target_period: int = 100  # gradient steps between two copies of the targets (paper: each iteration, that is 1000)

@@ -5,7 +5,8 @@
     python benchmark/report.py                                          draws what is there
 
 The values come from the defaults of mpo_continuous.py; both its learning rates are scaled together. The results go to
-benchmark/results/sensitivity/SETTING-times-3 and SETTING-over-3; the defaults' own are in results/mpo_continuous.
+benchmark/results/sensitivity/SETTING-times-3 and SETTING-over-3. All have --window 8 --batch-size 32, the defaults when
+the first of them were run; with these as they are, the results are in results/study/window-8-batch-size-32.
 What is finished is skipped, so the same command goes on after a stop. Flags after `--` go to the script.
 """
 
@@ -25,6 +26,8 @@ SETTINGS = {
     "learning-rates": ["learning_rate", "policy_learning_rate"],
 }
 FACTORS = {"over-3": 1 / 3, "times-3": 3}
+BASE = ["--window", "8", "--batch-size", "32"]
+BASE_LABEL = "study/window-8-batch-size-32"
 
 
 @dataclass
@@ -59,7 +62,7 @@ def main(args, extra):
             command += ["--seeds", args.seeds, "--workers", str(args.workers)]
             command += ["--total-timesteps", str(args.total_timesteps), "--label", f"sensitivity/{setting}-{name}"]
             print(f"{setting} {name}", flush=True)
-            codes.append(subprocess.run([*command, "--", *flags(setting, factor), *extra]).returncode)
+            codes.append(subprocess.run([*command, "--", *BASE, *flags(setting, factor), *extra]).returncode)
             if codes[-1] in (2, 130):  # bad input, or stopped by the user
                 raise SystemExit(codes[-1])
     raise SystemExit(max(codes))

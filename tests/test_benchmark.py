@@ -408,6 +408,8 @@ def test_the_report_draws_what_there_is(tmp_path, amount):
             for label in ("mpo_continuous", "mpo_parametric", "mpo_parametric-epg", "sac"):
                 for seed in (1, 2):
                     make_result(results, label, task, seed, height=seed)
+        for seed in (1, 2):
+            make_result(results, sensitivity.BASE_LABEL, "walker-walk", seed, height=seed)
         make_result(results, "sensitivity/epsilon-times-3", "walker-walk", 1, steps=50_000)
         make_result(results, "sensitivity/epsilon-over-3", "walker-walk", 1, steps=50_000, height=2)
     words = [sys.executable, BENCHMARK / "report.py", "--results", results, "--output", tmp_path]
@@ -461,6 +463,7 @@ def test_the_table_on_the_front_page_is_the_one_the_csvs_give():
 def test_the_tables_of_the_defaults_are_those_their_csvs_give(mark):
     text = (ROOT / "docs" / "defaults.md").read_text()
     assert f"\n{study.table(mark)}\n\n" in text, "python benchmark/study.py --table prints another table"
+    assert f"\n{study.long_table()}\n\n" in text, "python benchmark/study.py --table prints another last table"
 
 
 def test_every_row_of_the_study_is_a_change_that_the_script_takes():
