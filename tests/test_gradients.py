@@ -91,10 +91,10 @@ def test_the_policys_factor_is_lower_triangular_with_a_positive_diagonal(script,
 
 
 @with_networks
-@pytest.mark.parametrize("initial_std", [0.2, 0.5, 1.5])
-def test_the_untrained_policy_has_the_standard_deviation_asked_for_about_a_mean_near_zero(script, initial_std):
+@pytest.mark.parametrize("initial_std, max_std", [(0.2, 0), (0.5, 0), (1.5, 0), (0.5, 0.7)])
+def test_the_untrained_policy_has_the_standard_deviation_asked_for_about_a_mean_near_zero(script, initial_std, max_std):
     torch.manual_seed(0)
-    policy = make_policy(script, script.Args(initial_std=initial_std), 3)
+    policy = make_policy(script, script.Args(initial_std=initial_std, max_std=max_std), 3)
     mean, cholesky = policy(normal(numbers(4), 40, STATE_SIZE))
     target = initial_std * torch.eye(3).double().expand_as(cholesky)
     torch.testing.assert_close(cholesky, target, rtol=0.03, atol=0.02)
