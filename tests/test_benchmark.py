@@ -463,7 +463,12 @@ def test_the_table_on_the_front_page_is_the_one_the_csvs_give():
 def test_the_tables_of_the_defaults_are_those_their_csvs_give(mark):
     text = (ROOT / "docs" / "defaults.md").read_text()
     assert f"\n{study.table(mark)}\n\n" in text, "python benchmark/study.py --table prints another table"
-    assert f"\n{study.long_table()}\n\n" in text, "python benchmark/study.py --table prints another last table"
+
+
+@pytest.mark.parametrize("names", study.COMPARED, ids=len)
+def test_the_tables_of_long_runs_are_those_of_the_csvs(names):
+    text = (ROOT / "docs" / "defaults.md").read_text()
+    assert f"\n{study.long_table(names)}\n\n" in text, "python benchmark/study.py --table prints another last table"
 
 
 def test_every_row_of_the_study_is_a_change_that_the_script_takes():

@@ -286,3 +286,4 @@ def test_the_multiplier_of_a_violated_bound_rises_to_a_ceiling_and_of_a_slack_on
         ends.append([multiplier.item() for multiplier in multipliers])
     assert ends[0] == ends[1]
     assert ends[0][0] > starts[0] + 2 and ends[0][1] < starts[1] - 2
+    assert ends[0] == pytest.approx([math.log(1e3), math.log(1e-6)], rel=1e-12)

@@ -1,0 +1,219 @@
+"""Break every formula once, one change at a time, and see whether a test notices.
+
+    python tests/mutants.py                            every change to the mathematics of mpo_continuous.py
+    python tests/mutants.py mpo_parametric lagrangian  of another script, and only in what is called so
+    python tests/mutants.py --list                     only say what would be changed
+
+A change is the smallest that means something: + for -, * for /, < for <=, another number, a sign, a transposition, a
+`.detach()` or a `.square()` dropped, `mean` for `mean_i`. Each is made to the text of the script between the banners
+"Networks" and "Acting and evaluating", and the tests of the mathematics run on it until one fails. What no test notices
+is printed, and the exit code is then 1. A change that makes no difference to what is computed is marked in SAME.
+Functions that two scripts share to the letter are changed in the first alone; the tests run them from every script.
+Pytest does not run this file. It needs Linux or macOS, for each change is tried in a fork.
+"""
+
+import argparse
+import ast
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+FILES = ["metrics", "retrace", "e_step", "m_step", "gradients", "replay", "parametric", "atari"]
+SCRIPTS = ["mpo_continuous", "mpo_parametric", "mpo_atari"]
+SECTIONS = ("# Networks.", "# Acting and evaluating.")
+OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Pow: "*", ast.FloorDiv: "*", ast.Mod: "+"}
+SIGNS = {**{kind: text for kind, text in zip(OPERATORS, "+ - * / ** // %".split())}, ast.And: "and", ast.Or: "or"}
+COMPARED = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!=")}
+OTHER_NAME = {"sum": "mean", "mean": "sum", "min": "max", "max": "min"}
+PAIRS = "policy target_policy, critic target_critic, log_eta_mu log_eta_sigma, epsilon_mu epsilon_sigma, c_mu c_sigma"
+PAIRS = [pair.split() for pair in f"{PAIRS}, of_mu of_sigma".split(", ")]
+OTHER_PART = dict(PAIRS) | {b: a for a, b in PAIRS}
+DROPPED = "detach exp log square sqrt rsqrt abs relu_ mT long float".split()
+SAME = [  # changes that make no difference: what stands before it in the line, the new text, and why
+    ("head.weight.mul_(", "0.02"),  # a start near zero, whichever
+    ("h.dim() == ", "5"),  # never so: then every product is a plain one, of equal result
+    ("clamp(min=", "2e-30"),  # a weight of 0 times any logarithm
+    ("p.shape[-", "2"),  # P is square
+    ("_, p = whiten(", "mean"),  # P does not depend on the means
+    ("_, p = whiten(mean_i, cholesky_i, ", "mean"),
+    ("self.starts = torch.zeros(", "1"),  # overwritten before the first use
+    ("self.head = int(index[-1] + 1) ", "+"),  # the next index is taken modulo the capacity
+    ("valid=(~over[:, :-1])", ""),  # a product with a boolean is one with 0 and 1
+    ("[sampled, taken], dim=", "+"),  # of four axes the last but one is the one after the second
+    ('(seen["mean"].abs() ', ">="),  # no mean is 1 to the last digit
+    ("{name: x", ""),  # only what is remembered for longer
+]
+
+
+def parts(text):
+    """(name, start, end) of each function, method and class between the two banners, outermost first."""
+    first, last = (text[: text.index(banner)].count("\n") for banner in SECTIONS)
+    inside = [node for node in ast.parse(text).body if first < node.lineno <= last]
+    return [node for node in inside if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+
+
+class Changes(ast.NodeVisitor):
+    """All (line, column, old, new) of a piece of a script; positions count bytes, as ast does."""
+
+    def __init__(self, text):
+        self.lines, self.found, self.names = text.encode().splitlines(keepends=True), [], set()
+
+    def change(self, line, column, old, new):
+        assert self.lines[line - 1][column : column + len(old)].decode() == old, (line, column, old)
+        self.found.append((line, column, old, new))
+
+    def between(self, left, right, old, new):
+        """Where the operator stands between two operands that are on one line, maybe with a bracket around."""
+        if left.end_lineno == right.lineno:
+            gap = self.lines[left.end_lineno - 1][left.end_col_offset : right.col_offset].decode()
+            self.change(left.end_lineno, left.end_col_offset + gap.index(old), old, new)
+
+    def visit_FunctionDef(self, node):
+        self.names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        self.names |= {argument.arg for argument in node.args.args}
+        for statement in node.body:  # neither the defaults, nor the docstring
+            if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+                self.visit(statement)
+
+    def visit_BinOp(self, node):
+        if type(node.op) in OPERATORS:
+            self.between(node.left, node.right, SIGNS[type(node.op)], OPERATORS[type(node.op)])
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node):
+        old = SIGNS[type(node.op)]
+        self.between(node.values[0], node.values[1], old, "or" if old == "and" else "and")
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node):
+        sign = {ast.USub: "-", ast.Invert: "~", ast.Not: "not "}[type(node.op)]
+        self.change(node.lineno, node.col_offset, sign, "" if sign != "-" else "+")
+        self.generic_visit(node)
+
+    def visit_Compare(self, node):
+        if type(node.ops[0]) in COMPARED:
+            self.between(node.left, node.comparators[0], *COMPARED[type(node.ops[0])])
+        self.generic_visit(node)
+
+    def visit_Constant(self, node):
+        old = self.lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+        if isinstance(node.value, bool):
+            self.change(node.lineno, node.col_offset, old, str(not node.value))
+        elif isinstance(node.value, (int, float)):
+            self.change(
+                node.lineno,
+                node.col_offset,
+                old,
+                str(node.value + 1 if node.value == int(node.value) else 2 * node.value),
+            )
+
+    def visit_Call(self, node):
+        if getattr(node.func, "attr", "") in ("squeeze", "unsqueeze"):  # an axis counted from the front may be the same
+            self.visit(node.func)
+        else:
+            self.generic_visit(node)
+
+    def visit_Attribute(self, node):
+        line, column = node.end_lineno, node.end_col_offset - len(node.attr)
+        if node.attr in OTHER_NAME:
+            self.change(line, column, node.attr, OTHER_NAME[node.attr])
+        if other := OTHER_PART.get(node.attr):
+            self.change(line, column, node.attr, other)
+        tail = self.lines[line - 1][column:].decode()
+        call = "" if node.attr == "mT" else "()"
+        if node.attr in DROPPED and tail.startswith(node.attr + call):
+            self.change(line, column - 1, f".{node.attr}{call}", "")
+        self.visit(node.value)
+
+    def visit_keyword(self, node):
+        if node.arg in OTHER_NAME:
+            self.change(node.lineno, node.col_offset, node.arg, OTHER_NAME[node.arg])
+        self.visit(node.value)
+
+    def visit_Name(self, node):
+        other = node.id.removesuffix("_i") if node.id.endswith("_i") else f"{node.id}_i"
+        other = OTHER_PART.get(node.id, other)
+        if isinstance(node.ctx, ast.Load) and other in self.names:
+            self.change(node.lineno, node.col_offset, node.id, other)
+
+
+def changes(text, names):
+    """The changes to the parts of these names; all parts, if there are none."""
+    finder = Changes(text)
+    for part in parts(text):
+        if not names or part.name in names:
+            finder.visit(part)
+    return finder.found
+
+
+def changed(text, line, column, old, new):
+    lines = text.encode().splitlines(keepends=True)
+    lines[line - 1] = lines[line - 1][:column] + new.encode() + lines[line - 1][column + len(old) :]
+    return b"".join(lines).decode()
+
+
+def survives(name, text):
+    """Whether the tests pass with this text in place of the script's. In a fork: this process stays as it is."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        failed = 1
+        try:
+            spec = importlib.util.spec_from_loader(name, loader=None, origin=str(HERE.parent / f"{name}.py"))
+            script = sys.modules[name] = importlib.util.module_from_spec(spec)
+            script.__file__ = spec.origin
+            exec(compile(text, spec.origin, "exec"), script.__dict__)
+            files = [str(HERE / f"test_{file}.py") for file in FILES]
+            its_own = f"{name} or {name.replace('mpo', 'test')}"
+            failed = pytest.main(["-n", "0", "-x", "-p", "no:cacheprovider", "-k", its_own, *files])
+        finally:
+            os._exit(min(int(failed), 1))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("script", nargs="?", default=SCRIPTS[0], choices=SCRIPTS)
+    parser.add_argument("parts", nargs="*", help="functions and classes to change; none: all")
+    parser.add_argument("--list", action="store_true", help="only list the changes")
+    args = parser.parse_args()
+    text = (HERE.parent / f"{args.script}.py").read_text()
+    shared = [(HERE.parent / f"{name}.py").read_text() for name in SCRIPTS[: SCRIPTS.index(args.script)]]
+    names = args.parts or [
+        part.name for part in parts(text) if not any(ast.get_source_segment(text, part) in other for other in shared)
+    ]
+    found, noticed, same, started = changes(text, names), 0, 0, time.time()
+    torch.set_num_threads(1)  # a fork has one thread
+    if not args.list and not survives(args.script, text):
+        sys.exit("the tests fail without any change")
+    for number, (line, column, old, new) in enumerate(found, 1):
+        whole = text.splitlines()[line - 1]
+        before, what = whole[:column], f"{args.script}.py:{line}: {old!r} -> {new!r} in {whole.strip()}"
+        if args.list:
+            print(what)
+        elif any(before.endswith(piece) and new == known for piece, known in SAME):
+            same += 1
+        elif survives(args.script, changed(text, line, column, old, new)):
+            print(f"not noticed: {what}", flush=True)
+        else:
+            noticed += 1
+        if not args.list and sys.stdout.isatty():
+            left = (time.time() - started) / number * (len(found) - number)
+            print(f"\r\033[K{number} of {len(found)}, {left / 60:.0f} min left", end="\r", flush=True)
+    if args.list:
+        return print(f"{len(found)} changes")
+    print(
+        f"{len(found)} changes: {noticed} noticed, {same} make no difference, {len(found) - noticed - same} not noticed"
+    )
+    sys.exit(int(noticed + same < len(found)))
+
+
+if __name__ == "__main__":
+    main()
