@@ -47,6 +47,7 @@ SAME = [  # changes that make no difference: what stands before it in the line, 
     ("self.head = int(index[-1] + 1) ", "+"),  # the next index is taken modulo the capacity
     ("valid=(~over[:, :-1])", ""),  # a product with a boolean is one with 0 and 1
     ("[sampled, taken], dim=", "+"),  # of four axes the last but one is the one after the second
+    ("scores[:, :-1, -1]", ""),  # what was done, scored by the targets: there is no gradient in it
     ('(seen["mean"].abs() ', ">="),  # no mean is 1 to the last digit
     ("{name: x", ""),  # only what is remembered for longer
 ]

@@ -64,6 +64,13 @@ def exact_gradient(score, mean, cholesky):
     return mean.grad, cholesky.grad.tril()
 
 
+def test_no_gradient_goes_through_the_advantage():
+    advantage, log_q = (normal(numbers(seed), 3, 4).requires_grad_() for seed in (0, 1))
+    script.likelihood_ratio_objective(advantage, log_q).sum().backward()
+    assert advantage.grad is None
+    assert_close(log_q.grad, advantage.detach() / 4, 1e-12)
+
+
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 3))
 def test_for_linear_q_the_gradient_of_the_mean_is_w_and_that_of_the_factor_is_zero(seed, size):
     generator = numbers(seed)
