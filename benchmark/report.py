@@ -48,7 +48,7 @@ class Algorithm(NamedTuple):
 
 # The folder of results/ and how it is drawn, everywhere alike.
 OURS = {
-    "mpo_continuous": Algorithm("MPO", "#0072B2", "o", "`mpo_continuous.py`, defaults (most tasks: see above)"),
+    "mpo_continuous": Algorithm("MPO", "#0072B2", "o", "`mpo_continuous.py`, defaults"),
     "mpo_parametric": Algorithm("MPO, parametric", "#D55E00", "s", "`mpo_parametric.py`, defaults"),
     "mpo_parametric-epg": Algorithm("EPG + Retrace", "#009E73", "^", "`mpo_parametric.py --constraint entropy`"),
     "mpo_parametric-actor-critic": Algorithm(
@@ -616,11 +616,11 @@ Each CSV holds the command that made it, with the commit and all settings. The f
 
 ## Ours beside published figures
 
-`ours` is `mpo_continuous.py` with its defaults on walker-walk, cheetah-run and cartpole-swingup; the other tasks were
-run when the defaults were `--window 8 --batch-size 32`, and have not been run anew. The other columns are quoted from
-the scores that were published with the code of DreamerV3 (MIT licence): 10 seeds, 5 for PPO and DreamerV3, 8 or 9 in
-three cells of DMPO and D4PG. They are training returns: compare them with `ours`, not with `ours, mean action`. Seeds
-differ much at 100,000 steps, so a figure that rests on one seed settles nothing.
+`ours` is `mpo_continuous.py` with its defaults (runs of earlier ones are under `study/window-8-batch-size-32` at the
+end). The other columns are quoted from the scores that were published with the code of DreamerV3 (MIT licence): 10
+seeds, 5 for PPO and DreamerV3, 8 or 9 in three cells of DMPO and D4PG. They are training returns: compare them with
+`ours`, not with `ours, mean action`. Seeds differ much at 100,000 steps, so a figure that rests on one seed settles
+nothing.
 """
 
 

@@ -7,14 +7,13 @@
 
 The runs are short, 20,000 environment steps, so that there can be many of them; --total-timesteps 10000 makes them
 shorter still, and the table of that mark then has a row more than the other. A few settings were also run to 100,000
-steps; the last table compares them.
+steps; the last two tables compare them.
 
 Where a setting has no flag, the row is a change to the text: the script stands alone, so a copy of it in runs/study is
 edited and run.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -73,14 +72,15 @@ VARIANTS = {  # flags, or what replaces what in the script's text
 
 BASE = ["--window", "8", "--batch-size", "32"]  # the defaults when the rows were made, from which each is one change
 # Run to 100,000 steps, by python benchmark/run.py --tasks TASKS --seeds SEEDS --label LABEL -- --compile FLAGS.
-# `again`: seed 1 once more, with a later state of the script, and more tasks.
-OLD = "window 8, batch-size 32"
+# `again`: seed 1 once more, with a later state of the script, and of the second more tasks.
+OLD, NEW = "window 8, batch-size 32", "window 4, batch-size 64 (defaults)"
 LONG = {
-    OLD: ["study/window-8-batch-size-32", "study/window-8-batch-size-32-again", "mpo_continuous"],
+    OLD: ["study/window-8-batch-size-32", "study/window-8-batch-size-32-again"],
+    NEW: ["mpo_continuous"],
     "the same, epsilon-mu 0.1": ["study/epsilon-mu-0.1", "study/epsilon-mu-0.1-again"],
     "and policy-learning-rate 5e-4": ["study/epsilon-mu-0.1-policy-learning-rate-5e-4"],
-    "window 4, batch-size 64 (defaults)": ["mpo_continuous"],  # on most tasks its runs still have windows of 8
 }
+COMPARED = [[OLD, NEW], [name for name in LONG if name != NEW]]  # the columns of the tables at 100,000 steps
 
 
 def label(variant):
@@ -110,12 +110,12 @@ def run(variants, options):
         subprocess.run(command, check=True)
 
 
-def reached(label, task, mark, before, window=None):
+def reached(label, task, mark, before):
     """For each seed that came so far: the mean-action return at the mark, and the mean training return before it."""
     found = []
     for path in sorted((HERE / "results" / label / task).glob("seed*.csv")):
-        head, rows = read_result(path)
-        if rows[-1]["env_steps"] >= mark and window in (None, json.loads(head["args"])["window"]):
+        _, rows = read_result(path)
+        if rows[-1]["env_steps"] >= mark:
             rows = [row for row in rows if row["env_steps"] <= mark]
             late = [row["train_return"] for row in rows if row["env_steps"] > mark - before]
             found.append((rows[-1]["eval_return"], statistics.mean(late)))
@@ -126,7 +126,7 @@ def table(mark):
     """Markdown: for each variant and task, `evaluation (training)`, means over seeds where there are several."""
     lines = [f"| at {mark:,} steps | " + " | ".join(TASKS) + " | mean | seeds |", "|---|" + "---:|" * (len(TASKS) + 2)]
     for variant in VARIANTS:
-        labels = LONG[OLD][:2] if variant == OLD else [label(variant)]
+        labels = LONG[OLD] if variant == OLD else [label(variant)]
         cells = [sum((reached(label, task, mark, MARKS[mark]) for label in labels), []) for task in TASKS]
         if not all(cells):
             continue
@@ -137,21 +137,19 @@ def table(mark):
     return "\n".join(lines)
 
 
-def long_table(mark=100_000, before=25_000):
-    """Markdown: `evaluation (training)` of every run; the first two settings have every task, and a mean."""
-    lines = [f"| at {mark:,} steps | " + " | ".join(LONG) + " |", "|---|" + "---:|" * len(LONG)]
+def long_table(names, mark=100_000, before=25_000):
+    """Markdown: `evaluation (training)` of every run, of the tasks that the first two settings have, and their mean."""
+    lines = [f"| at {mark:,} steps | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     compared = []
-    for task in sorted(path.name for path in (HERE / "results" / LONG["the same, epsilon-mu 0.1"][-1]).iterdir()):
-        runs = [
-            sum((reached(label, task, mark, before, 4 if "window 4" in name else 8) for label in labels), [])
-            for name, labels in LONG.items()
-        ]
-        cells = [", ".join(f"{e:.0f} ({t:.0f})" for e, t in found) or "–" for found in runs]
-        lines.append(f"| {task} | " + " | ".join(cells) + " |")
-        compared.append([tuple(map(statistics.mean, zip(*found))) for found in runs[:2]])
+    for task in sorted(path.name for path in (HERE / "results" / LONG[OLD][0]).iterdir()):
+        runs = [sum((reached(label, task, mark, before) for label in LONG[name]), []) for name in names]
+        if all(runs[:2]):
+            cells = [", ".join(f"{e:.0f} ({t:.0f})" for e, t in found) or "–" for found in runs]
+            lines.append(f"| {task} | " + " | ".join(cells) + " |")
+            compared.append([tuple(map(statistics.mean, zip(*found))) for found in runs[:2]])
     means = [tuple(map(statistics.mean, zip(*setting))) for setting in zip(*compared)]
-    cells = [f"{e:.0f} ({t:.0f})" for e, t in means] + ["–"] * (len(LONG) - 2)
-    return "\n".join([*lines, "| **mean of the tasks** | " + " | ".join(cells) + " |"])
+    cells = [f"{e:.0f} ({t:.0f})" for e, t in means] + ["–"] * (len(names) - 2)
+    return "\n".join([*lines, f"| **mean of {len(compared)} tasks** | " + " | ".join(cells) + " |"])
 
 
 if __name__ == "__main__":
@@ -166,4 +164,4 @@ if __name__ == "__main__":
     chosen = [name for name in chosen if VARIANTS[name]]
     if not chosen:
         parser.error(f"no setting is called {' or '.join(options.variants)}; there are {', '.join(VARIANTS)}")
-    print(*map(table, MARKS), long_table(), sep="\n\n") if options.table else run(chosen, options)
+    print(*map(table, MARKS), *map(long_table, COMPARED), sep="\n\n") if options.table else run(chosen, options)

@@ -40,6 +40,7 @@ SAME = [  # changes that make no difference: what stands before it in the line, 
     ("head.weight.mul_(", "0.02"),  # a start near zero, whichever
     ("h.dim() == ", "5"),  # never so: then every product is a plain one, of equal result
     ("clamp(min=", "2e-30"),  # a weight of 0 times any logarithm
+    ("advantage_std.clamp(min=", "2e-06"),  # a floor that only keeps a quotient finite
     ("p.shape[-", "2"),  # P is square
     ("_, p = whiten(", "mean"),  # P does not depend on the means
     ("_, p = whiten(mean_i, cholesky_i, ", "mean"),
@@ -48,6 +49,7 @@ SAME = [  # changes that make no difference: what stands before it in the line, 
     ("valid=(~over[:, :-1])", ""),  # a product with a boolean is one with 0 and 1
     ("[sampled, taken], dim=", "+"),  # of four axes the last but one is the one after the second
     ("scores[:, :-1, -1]", ""),  # what was done, scored by the targets: there is no gradient in it
+    ("leave_one_out_advantage(scores", ""),  # the objective does it once more
     ('(seen["mean"].abs() ', ">="),  # no mean is 1 to the last digit
     ("{name: x", ""),  # only what is remembered for longer
 ]
