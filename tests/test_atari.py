@@ -123,6 +123,15 @@ def slow_losses(agent, batch, args):
     return np.mean(squares), -np.mean(likelihood) - eta_pi * room, eta * (args.epsilon + np.mean(g)) + eta_pi * room
 
 
+def test_vectors_pass_a_norm_after_the_first_layer_and_a_relu_after_each():
+    network, features = mpo_atari.body((STATES,), (7, 6, 5))
+    (first, norm), second, third = network[:2], network[3], network[5]
+    state = normal(numbers(3), 20, STATES).float()
+    h = third(torch.relu(second(torch.relu(torch.layer_norm(first(state), (7,), norm.weight, norm.bias)))))
+    torch.testing.assert_close(network(state), torch.relu(h))
+    assert features == 5
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_three_losses_are_those_of_a_slow_second_implementation(seed):
     args, agent = small_args(), small_agent(seed)
