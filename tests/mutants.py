@@ -39,6 +39,8 @@ OTHER_PART = dict(PAIRS) | {b: a for a, b in PAIRS}
 DROPPED = "detach exp log square sqrt rsqrt abs relu_ mT long float".split()
 SAME = [  # changes that make no difference: what stands before it in the line, the new text, and why
     ("head.weight.mul_(", "0.02"),  # a start near zero, whichever
+    ("logits.weight.mul_(", "0.02"),
+    ("CHUNK = ", "1025"),  # how large a file is
     ("h.dim() == ", "5"),  # never so: then every product is a plain one, of equal result
     ("clamp(min=", "2e-30"),  # a weight of 0 times any logarithm
     ("advantage_std.clamp(min=", "2e-06"),  # a floor that only keeps a quotient finite
