@@ -94,6 +94,10 @@ class Algorithm:
     bound_mean: bool = True  # keep the policy's mean inside the action range with a tanh
     initial_std: float = 0.5  # standard deviation of the untrained policy; the action range is [-1, 1]
     min_std: float = 0.01  # least diagonal entry of the Cholesky factor
+    critic_norms: Literal["first", "every"] = "first"  # study: layer norm after the critic's first or every hidden layer
+    bound_targets: bool = False  # study: keep Retrace's targets below max(0, largest reward seen) / (1 - gamma)
+    noise_exponent: float = 0.0  # study: exploration noise with power 1/f^this over an episode; 0: white
+    alternate_noise: bool = False  # study: white noise in every other episode
     max_std: float = 0.0  # what a standard deviation never reaches, such as 1, the action range; 0: no such bound
 
 
@@ -105,6 +109,8 @@ class Optimisation:
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
     updates_per_step: float = 1.0  # gradient steps per environment step; 1: the paper's K = 1000 per 1000-step episode
     target_period: int = 100  # gradient steps between two copies of the targets (paper: each iteration, that is 1000)
+    critic_target_period: int = 0  # study: the same for the critic alone; 0: as target_period
+    multiplier_beta: float = 0.999  # study: Adam's second beta for the multipliers
     learning_starts: int = 2000  # environment steps before the first gradient step
     buffer_size: int = 1_000_000  # steps kept in the replay
     max_grad_norm: float = 40.0  # longer gradients, of each network, are scaled down to this norm
@@ -243,11 +249,12 @@ class Policy(nn.Module):
 class Critic(nn.Module):
     """Q(s, a, phi). Actions outside [-1, 1] act as clipped ones, so they are scored as clipped ones."""
 
-    def __init__(self, state_size, action_size, layers):
+    def __init__(self, state_size, action_size, layers, norms="first"):
         super().__init__()
         sizes = [state_size + action_size, *layers]
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.norm = nn.LayerNorm(layers[0])
+        self.norms = nn.ModuleList(nn.LayerNorm(size) if norms == "every" else nn.Identity() for size in layers[1:])
         self.value = nn.Linear(layers[-1], 1)
         self.state_size = state_size
 
@@ -261,8 +268,8 @@ class Critic(nn.Module):
             state_part = state_part.unsqueeze(-2)
         h = F.linear(action.clamp(-1, 1), first.weight[:, self.state_size :]).add_(state_part)
         h = self.norm(h).relu_()
-        for layer in self.hidden[1:]:
-            h = layer_of_many(layer, h).relu_()
+        for layer, norm in zip(self.hidden[1:], self.norms):
+            h = norm(layer_of_many(layer, h)).relu_()
         return h @ self.value.weight[0] + self.value.bias
 
 
@@ -414,6 +421,7 @@ class Batch(NamedTuple):
     reward: torch.Tensor  # [B, T]
     terminated: torch.Tensor  # [B, T], 1 where the step ended its episode for good (a time limit does not)
     valid: torch.Tensor  # [B, T]
+    bound: torch.Tensor | None = None  # [], the largest value that any policy could have, by the rewards seen
 
 
 class Replay:
@@ -444,7 +452,7 @@ class Replay:
         start = self.starts[torch.randint(len(self.starts), (batch_size,))]
         index = (start.unsqueeze(-1) + torch.arange(window + 1)) % self.capacity
         over = self.rows["last"][index].cumsum(1) > 0  # from the final observation on: another episode's, or nothing
-        step = {name: self.rows[name][index[:, :-1]] for name in Batch._fields[1:-1]}
+        step = {name: self.rows[name][index[:, :-1]] for name in Batch._fields[1:-2]}
         return Batch(state=self.rows["state"][index], valid=(~over[:, :-1]).float(), **step)
 
     def state_dict(self):
@@ -475,6 +483,8 @@ def compute_losses(agent, batch, noise, args):
         log_prob = gaussian_log_prob(mean_i[:, 1:-1], cholesky_i[:, 1:-1], batch.action[:, 1:])
         trace = trace_coefficient(log_prob, batch.behaviour_log_prob[:, 1:]) * batch.valid[:, 1:]
         target = retrace(q_i, scores[:, 1:].mean(-1), batch.reward, discount, F.pad(trace, (0, 1)))
+        if args.bound_targets:
+            target = target.clamp(max=batch.bound)
 
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
     q = agent.critic(batch.state[:, :-1].flatten(0, 1), batch.action.flatten(0, 1)).view_as(target)
@@ -562,16 +572,45 @@ class NotFinite(Exception):
 
 
 @torch.no_grad()
-def collect_episode(env, policy, seed, device):
+def q_minus_return(agent, replay, args, rows=2000):
+    """Mean of Q(s,a) less the discounted rest of the episode, over the newest steps but the last 500 before a limit."""
+    index = (replay.head - 1 - torch.arange(min(rows, replay.size))) % replay.capacity  # the newest first
+    state, action, _, reward, terminated, last = (replay.rows[name][index] for name in replay.rows)
+    returns, counted, rest, ahead = [], [], 0.0, 0.0
+    for r, end, no_step in zip(reward.tolist(), terminated.tolist(), last.tolist()):
+        rest = 0.0 if no_step else r + args.gamma * (1 - end) * rest
+        ahead = 0.0 if no_step else math.inf if end else ahead + 1
+        returns.append(rest)
+        counted.append(ahead >= 500)
+    counted = torch.tensor(counted)
+    q = agent.critic(state[counted].to(args.device), action[counted].to(args.device)).cpu()
+    return float((q - torch.tensor(returns)[counted]).mean())
+
+
+def coloured_noise(exponent, steps, action_size):
+    """z [steps, A], each N(0, 1), whose power over time falls as 1/f^exponent; 0 is white noise."""
+    frequency = torch.fft.fftfreq(steps).abs()
+    frequency[0] = 1 / steps  # a constant is as strong as the slowest wave
+    amplitude = frequency ** (-exponent / 2)
+    amplitude /= amplitude.square().mean().sqrt()
+    spectrum = torch.fft.fft(torch.randn(steps, action_size), dim=0) * amplitude.unsqueeze(-1)
+    return torch.fft.ifft(spectrum, dim=0).real
+
+
+@torch.no_grad()
+def collect_episode(env, policy, seed, device, exponent=0.0):
     """Live one episode with actions sampled from the policy. Returns its n + 1 rows for the replay."""
     state, _ = env.reset(seed=seed)
     if not np.isfinite(state).all():
         raise NotFinite("the first observation of an episode is not finite")
     rows = {"state": [state], "action": [], "behaviour_log_prob": [], "reward": [], "terminated": []}
-    over = False
+    over, step = False, 0
     while not over:
         mean, cholesky = policy(torch.as_tensor(state, dtype=torch.float32, device=device))
-        z = torch.randn(len(mean)).to(device)
+        if step % 1000 == 0 and exponent:
+            noise = coloured_noise(exponent, 1000, len(mean))
+        z = (noise[step % 1000] if exponent else torch.randn(len(mean))).to(device)
+        step += 1
         action = mean + cholesky @ z
         # The action is stored as it was drawn, with its density; the environment clips it, and so does the critic.
         log_prob = standard_normal_log_prob(z) - log_det(cholesky)
@@ -593,7 +632,8 @@ def collect_trajectories(env, policy, replay, counters, args, workers=None):
     counters["began"], wanted = counters["global_step"], args.trajectories * WORKERS
     while len(counters["returns"]) < wanted or counters["global_step"] < args.learning_starts or counters["due"] < 1:
         seed = episode_seed(args.seed, 0, counters["episode"] * WORKERS + RANK)
-        episode = collect_episode(env, policy, seed, args.device)
+        exponent = 0.0 if args.alternate_noise and counters["episode"] % 2 else args.noise_exponent
+        episode = collect_episode(env, policy, seed, args.device, exponent)
         replay.add_episode(**episode)
         steps, returns = len(episode["reward"]) - 1, [float(episode["reward"].sum())]
         if workers:
@@ -936,11 +976,11 @@ def main(args):
     sizes = {"state_size": env.observation_space.shape[0], "action_size": env.action_space.shape[0]}
     policy_options = {"layers": args.policy_layers, "initial_std": args.initial_std, "min_std": args.min_std}
     policy_options |= sizes | {"max_std": args.max_std, "covariance": args.covariance, "bound_mean": args.bound_mean}
-    critic = Critic(**sizes, layers=args.critic_layers)
+    critic = Critic(**sizes, layers=args.critic_layers, norms=args.critic_norms)
     agent = Agent(Policy(**policy_options), critic, eta=1.0, eta_mu=1.0, eta_sigma=100.0).to(args.device)
     policy_group = {"params": list(agent.policy.parameters()), "lr": args.policy_learning_rate}
     critic_group = {"params": list(agent.critic.parameters()), "lr": args.learning_rate}
-    multiplier_group = {"params": agent.multipliers(), "lr": args.multiplier_rate}
+    multiplier_group = {"params": agent.multipliers(), "lr": args.multiplier_rate, "betas": (0.9, args.multiplier_beta)}
     optimiser = torch.optim.Adam([policy_group, critic_group, multiplier_group], fused=True)
     try:
         replay = Replay(args.buffer_size, **sizes)
@@ -976,19 +1016,25 @@ def main(args):
 
             # find a better policy by gradient descent: K steps
             while counters["due"] >= 1 and not stop.asked:
-                batch = Batch(*(x.to(args.device) for x in replay.sample(args.batch_size, args.window)))
+                batch = replay.sample(args.batch_size, args.window)
+                if args.bound_targets:
+                    batch = batch._replace(bound=replay.rows["reward"][: replay.size].max().clamp(min=0) / (1 - args.gamma))
+                batch = Batch(*(None if x is None else x.to(args.device) for x in batch))
                 noise = torch.randn(*batch.state.shape[:2], args.num_samples, sizes["action_size"]).to(args.device)
                 metrics, seen = update(agent, optimiser, loss_function, batch, noise, args, workers)
                 counters["due"] -= 1
                 counters["updates"] += 1
                 if counters["updates"] % args.target_period == 0:
-                    agent.copy_targets()
+                    agent.copy_targets("policy")
+                if counters["updates"] % (args.critic_target_period or args.target_period) == 0:
+                    agent.copy_targets("critic")
                 log.progress(counters)
             if counters["due"] >= 1:
                 break  # asked to stop between two updates
 
             finished = counters["global_step"] >= args.total_timesteps
             metrics |= diagnostics(agent, seen, args)
+            metrics["mpo/q_minus_return"] = q_minus_return(agent, replay, args)
             if RANK == 0 and (finished or crossed(args.eval_every, counters)):
                 returns = evaluate(eval_env, agent.policy, args.eval_episodes, args.seed, args.device)
                 metrics["eval/episodic_return"] = float(np.mean(returns))
