@@ -552,7 +552,11 @@ class Run:
         self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
         self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
         self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
-        tqdm.write(f"{args.env_id}: writing to {self.folder}")
+        self.say(f"{args.env_id}: writing to {self.folder}")
+
+    def say(self, sentence):
+        tqdm.write(sentence)
+        sys.stdout.flush()
 
     def show_progress(self, returns):
         """A bar on a terminal; elsewhere a line twice a minute."""
@@ -566,7 +570,7 @@ class Run:
         self.bar.update(steps - self.bar.n)
         if self.bar.disable and seconds > self.shown + 30:
             self.shown = seconds
-            tqdm.write(f"step {steps:,} of {total:,}: {words}, {steps / seconds:.0f} steps/s")
+            self.say(f"step {steps:,} of {total:,}: {words}, {steps / seconds:.0f} steps/s")
 
     def log(self, returns, evaluated, metrics):
         """A row for this iteration: its episodes' mean return, its last gradient step."""
@@ -582,7 +586,7 @@ class Run:
         self.writer.flush()
         row["eval/returns"] = " ".join(f"{x:.6g}" for x in evaluated)
         if evaluated:
-            tqdm.write(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
+            self.say(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
         self.table = self.table or [",".join(row)]
         self.table.append(",".join(map(str, row.values())))
         write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
@@ -609,7 +613,7 @@ class Run:
         """Asked once, stop after this iteration; asked again, at once."""
         self.stopping = number
         signal.signal(number, signal.SIG_DFL)
-        tqdm.write("stopping after this iteration")
+        os.write(1, b"stopping after this iteration\n")  # print() is not safe in here
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
@@ -618,7 +622,7 @@ class Run:
             if kind not in (OSError, FloatingPointError):
                 sys.excepthook(kind, error, trace)
             refuse(f"{error}; stopped at step {self.done['steps']:,}; {kept}.", code=1)
-        if self.stopping:
+        if self.done["steps"] < self.args.total_timesteps:
             print(f"stopped; {kept}; to go on: python {sys.argv[0]} --resume {self.folder}")
             raise SystemExit(128 + self.stopping)
         print(f"done; everything is in {self.folder}")
