@@ -560,17 +560,13 @@ class Run:
 
     def show_progress(self, returns):
         """A bar on a terminal; elsewhere a line twice a minute."""
-        steps, total, seconds = (
-            self.done["steps"],
-            self.args.total_timesteps,
-            time.time() - self.started,
-        )
+        steps, seconds = self.done["steps"], time.time() - self.started
         words = f"return {np.mean(returns):.1f}, update {self.done['updates']:,}"
         self.bar.set_postfix_str(words, refresh=False)
         self.bar.update(steps - self.bar.n)
         if self.bar.disable and seconds > self.shown + 30:
             self.shown = seconds
-            self.say(f"step {steps:,} of {total:,}: {words}, {steps / seconds:.0f} steps/s")
+            self.say(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
 
     def log(self, returns, evaluated, metrics):
         """A row for this iteration: its episodes' mean return, its last gradient step."""
@@ -592,10 +588,11 @@ class Run:
         write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
 
     def save(self):
-        self.done["saved"] = self.done["steps"]
+        done = self.done | {"saved": self.done["steps"]}
         saved = {name: part.state_dict() for name, part in self.parts.items()}
-        saved |= {"done": self.done, "table": self.table, "random": torch.get_rng_state()}
+        saved |= {"done": done, "table": self.table, "random": torch.get_rng_state()}
         write_saved(self.folder / "checkpoint.pt", self.args, self.parts["agent"].policy, saved)
+        self.done["saved"] = done["saved"]
 
     def load(self):
         saved = read_saved(self.folder / "checkpoint.pt")
@@ -622,7 +619,7 @@ class Run:
             if kind not in (OSError, FloatingPointError):
                 sys.excepthook(kind, error, trace)
             refuse(f"{error}; stopped at step {self.done['steps']:,}; {kept}.", code=1)
-        if self.done["steps"] < self.args.total_timesteps:
+        if error is None and self.done["steps"] < self.args.total_timesteps:
             print(f"stopped; {kept}; to go on: python {sys.argv[0]} --resume {self.folder}")
             raise SystemExit(128 + self.stopping)
         print(f"done; everything is in {self.folder}")
