@@ -9,8 +9,8 @@
 Returns to expect of walker-walk (mean action, three seeds, which differ much): about 140 of 1000
 after 20,000 steps, 580 after 50,000, 810 after 100,000.
 
-    theta, theta_i      the policy pi being fitted, and the target policy pi_i it started from
-    phi, phi'           the critic Q, and its target Q'
+    theta, phi          the policy pi being fitted, and the critic Q
+    theta_i, phi'       their targets: the policy pi_i that pi started from, and Q'
     q(a|s)              the E-step's improved policy, proportional to pi_i(a|s) exp(Q'(s,a)/eta)
     eta                 temperature of the E-step: the multiplier of KL(q || pi_i) <= epsilon
     eta_mu, eta_sigma   multipliers of the M-step's bounds on the change of mean and covariance
@@ -19,17 +19,14 @@ after 20,000 steps, 580 after 50,000, 810 after 100,000.
 """
 # /// script
 # requires-python = ">=3.10,<3.13"
-# dependencies = [
-#     "torch>=2.4,<3", "numpy>=1.26,<3", "gymnasium>=1.0,<2", "shimmy>=2.0,<3",
+# dependencies = ["torch>=2.4,<3", "numpy>=1.26,<3", "gymnasium>=1.0,<2", "shimmy>=2.0,<3",
 #     "dm_control>=1.0.20,<2", "mujoco>=3.1.6,<4", "tyro>=0.9,<2", "tensorboard>=2.16,<3",
-#     "tqdm>=4.66,<5", "imageio>=2.34,<3", "imageio-ffmpeg>=0.5,<1",
-# ]
+#     "tqdm>=4.66,<5", "imageio>=2.34,<3", "imageio-ffmpeg>=0.5,<1"]
 # ///
 
 import copy
 import importlib
 import io
-import itertools
 import json
 import math
 import os
@@ -128,14 +125,12 @@ def make_env(args, render=False):
     if args.time_limit > 0 or limit in (None, math.inf):
         env = gym.wrappers.TimeLimit(env, args.time_limit if args.time_limit > 0 else 1000)
 
-    env = gym.wrappers.FlattenObservation(env)
+    env, box = gym.wrappers.FlattenObservation(env), env.action_space
     if env.observation_space.dtype == np.uint8:
         refuse(f"{args.env_id} observes images; this script needs vectors.")
-    box = env.action_space
-    if not isinstance(box, gym.spaces.Box) or box.dtype.kind != "f" or len(box.shape) != 1:
-        refuse(f"{args.env_id} has actions {box}; this script needs a vector of real numbers.")
-    if max(abs(box.low).max(), abs(box.high).max()) > 1e6:
-        refuse(f"{args.env_id} has unbounded actions; wrap it so that they have bounds.")
+    real = isinstance(box, gym.spaces.Box) and box.dtype.kind == "f" and len(box.shape) == 1
+    if not real or max(abs(box.low).max(), abs(box.high).max()) > 1e6:
+        refuse(f"{args.env_id} has actions {box}; this script needs a vector of bounded numbers.")
     return gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, -1.0, 1.0))
 
 
@@ -147,7 +142,7 @@ def episode_seed(*numbers):
 # ---- Networks. The paper gives their sizes; a layer norm after the first layer is usual for MPO.
 def hidden_layers(input_size, sizes):
     modules = [nn.Linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU()]
-    for size, next_size in itertools.pairwise(sizes):
+    for size, next_size in zip(sizes, sizes[1:]):
         modules += [nn.Linear(size, next_size), nn.ReLU()]
     return nn.Sequential(*modules)
 
@@ -376,8 +371,9 @@ def compute_losses(agent, batch, noise, args):
     bounds = [(eta_mu, args.epsilon_mu, c_mu), (eta_sigma, args.epsilon_sigma, c_sigma)]
     if args.joint_bound:
         bounds = [(eta_mu, args.epsilon_mu, c_mu + c_sigma)]
-    multiplier_losses, constraints = zip(*(lagrangian(*bound) for bound in bounds))
-    policy_loss = -(likelihood + sum(constraints))
+    multiplier_terms, policy_terms = zip(*(lagrangian(*bound) for bound in bounds))
+    multiplier_loss = dual_loss + sum(multiplier_terms)
+    policy_loss = -(likelihood + sum(policy_terms))
 
     std = cholesky.square().sum(-1).sqrt()
     metrics = {
@@ -393,7 +389,6 @@ def compute_losses(agent, batch, noise, args):
         "q_mean": masked_mean(q, valid),
         "q_max": (q * valid).max(),
     }
-    multiplier_loss = dual_loss + sum(multiplier_losses)
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
     return losses, {f"mpo/{name}": x.detach() for name, x in metrics.items()}
 
@@ -410,10 +405,8 @@ def gradient_step(agent, optimiser, losses, args):
         if not math.isfinite(value):
             raise FloatingPointError(f"{name} became {value}")
     optimiser.step()
-    for log_multiplier in agent.parameters(
-        recurse=False
-    ):  # one that rests at an end can still come back
-        log_multiplier.data.clamp_(math.log(1e-6), math.log(2e4))
+    for log_eta in agent.parameters(recurse=False):
+        log_eta.data.clamp_(math.log(1e-6), math.log(2e4))  # from where it can still come back
     return values
 
 
@@ -495,10 +488,8 @@ def main(args):
             run.log(returns, evaluate(env, policy, args) if due else [], metrics)
             if due or run.stopping:
                 run.save()
-        if done["steps"] >= args.total_timesteps:
-            write_saved(run.folder / "model.pt", args, policy, {})
-            if args.capture_video:
-                evaluate(env, policy, args, run.folder / "evaluation.mp4")
+        if args.capture_video and not run.stopping:
+            evaluate(env, policy, args, run.folder / "evaluation.mp4")
     return policy
 
 
@@ -552,11 +543,7 @@ class Run:
         self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
         self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
         self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
-        self.say(f"{args.env_id}: writing to {self.folder}")
-
-    def say(self, sentence):
-        tqdm.write(sentence)
-        sys.stdout.flush()
+        tqdm.write(f"{args.env_id}: writing to {self.folder}")
 
     def show_progress(self, returns):
         """A bar on a terminal; elsewhere a line twice a minute."""
@@ -566,7 +553,7 @@ class Run:
         self.bar.update(steps - self.bar.n)
         if self.bar.disable and seconds > self.shown + 30:
             self.shown = seconds
-            self.say(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
+            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
 
     def log(self, returns, evaluated, metrics):
         """A row for this iteration: its episodes' mean return, its last gradient step."""
@@ -582,16 +569,17 @@ class Run:
         self.writer.flush()
         row["eval/returns"] = " ".join(f"{x:.6g}" for x in evaluated)
         if evaluated:
-            self.say(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
+            tqdm.write(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
         self.table = self.table or [",".join(row)]
         self.table.append(",".join(map(str, row.values())))
         write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
 
     def save(self):
-        done = self.done | {"saved": self.done["steps"]}
+        done, policy = self.done | {"saved": self.done["steps"]}, self.parts["agent"].policy
         saved = {name: part.state_dict() for name, part in self.parts.items()}
         saved |= {"done": done, "table": self.table, "random": torch.get_rng_state()}
-        write_saved(self.folder / "checkpoint.pt", self.args, self.parts["agent"].policy, saved)
+        write_saved(self.folder / "checkpoint.pt", self.args, policy, saved)
+        write_saved(self.folder / "model.pt", self.args, policy, {})
         self.done["saved"] = done["saved"]
 
     def load(self):
@@ -677,13 +665,13 @@ def parse_args(words=None):
         printed = Args(epsilon_mu=0.1, policy_learning_rate=5e-4, target_period=1000)
         return tyro.cli(Args, args=words, default=printed) if typed.paper else typed
     path = Path(typed.resume or typed.evaluate)
-    if path.is_dir() or typed.resume:
-        model = typed.evaluate and (path / "model.pt").exists()
-        path = path / ("model.pt" if model else "checkpoint.pt")
+    if not path.is_file():
+        path = path / ("checkpoint.pt" if typed.resume else "model.pt")
     saved = Args(**read_saved(path)["args"] | {"capture_video": False})
     args = tyro.cli(Args, args=words, default=saved)
     args.evaluate = str(path) if args.evaluate else ""
-    for name in itertools.takewhile(lambda name: name != "total_timesteps", vars(args)):
+    names = list(vars(args))
+    for name in names[: names.index("total_timesteps")]:
         was, now = getattr(saved, name), getattr(args, name)
         if was != now and not (name == "seed" and args.evaluate):
             refuse(f"{path} has {name} {was}, which cannot change to {now}.")
@@ -717,4 +705,5 @@ def check(args, env):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
     main(parse_args())

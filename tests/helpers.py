@@ -1,12 +1,15 @@
 """Small random inputs in float64, where formulas can be compared to ten digits."""
 
 import math
-from inspect import signature
 
 import numpy as np
 import torch
 
 STATE_SIZE, ACTION_SIZE = 3, 2
+
+
+def number(x):
+    return torch.tensor(x, dtype=torch.float64)
 
 
 def numbers(seed):
@@ -25,7 +28,7 @@ def random_gaussian(generator, *shape, size=ACTION_SIZE):
 
 
 def quadrature(size=ACTION_SIZE, nodes=40):
-    """Points z [M, A] and logarithms of their weights [M], with which sums are integrals over N(0, I)."""
+    """z [M, A] and logarithms of weights [M], with which sums are integrals over N(0, I)."""
     points, weights = np.polynomial.hermite_e.hermegauss(nodes)
     z = np.stack([axis.ravel() for axis in np.meshgrid(*[points] * size)], -1)
     log_weights = sum(np.meshgrid(*[np.log(weights / math.sqrt(2 * math.pi))] * size)).ravel()
@@ -38,17 +41,19 @@ def small_args(script, **changes):
 
 
 def make_policy(script, args, action_size=ACTION_SIZE):
-    """A policy in float64 with the settings of args."""
-    options = {name: getattr(args, name) for name in signature(script.Policy).parameters if hasattr(args, name)}
-    return script.Policy(STATE_SIZE, action_size, args.policy_layers, **options).double()
+    return script.Policy(STATE_SIZE, action_size, args).double()
+
+
+def make_critic(script, args, action_size=ACTION_SIZE):
+    return script.Critic(STATE_SIZE, action_size, args).double()
 
 
 def small_agent(script, args, seed=0, apart=0.3):
-    """An agent in float64 whose networks and multipliers all differ from their targets and initial values."""
+    """An agent in float64 whose targets and multipliers all differ from what they start as."""
     torch.manual_seed(seed)
-    critic = script.Critic(STATE_SIZE, ACTION_SIZE, args.critic_layers)
-    agent = script.Agent(make_policy(script, args), critic, eta=1.0, eta_mu=1.0, eta_sigma=10.0).double()
-    generator = numbers(seed)
+    multipliers = dict(eta=1.0, eta_mu=1.0, eta_sigma=10.0)
+    agent = script.Agent(make_policy(script, args), make_critic(script, args), **multipliers)
+    agent, generator = agent.double(), numbers(seed)
     with torch.no_grad():
         for parameter in agent.parameters():
             parameter.add_(apart * normal(generator, *parameter.shape))
@@ -56,53 +61,67 @@ def small_agent(script, args, seed=0, apart=0.3):
 
 
 def losses_of(script):
-    """The script's function for the losses of one gradient step; where they differ, so do their names."""
+    """The script's function for the losses of a gradient step; where they differ, so do names."""
     return getattr(script, "parametric_losses", None) or script.compute_losses
 
 
 def random_batch(script, args, agent, lengths, terminated, seed=0):
-    """Windows whose first lengths[b] steps are valid, the last of them terminal where terminated[b], and noise.
+    """Windows [B, T+1] of which lengths[b] steps are valid, and noise [B, T+1, M, A].
 
-    What stands behind the end of an episode is random too, as it is in the replay. log b is that of pi_i give or take
-    one, so that about half of the traces are clipped.
+    The last of those steps terminates where terminated[b]. Behind the final row stands another
+    episode, as in the replay: any numbers. log b is that of pi_i give or take one, so that about
+    half of the traces are clipped.
     """
-    generator, b, t = numbers(seed), len(lengths), args.window
-    step, length = torch.arange(t), torch.as_tensor(lengths).unsqueeze(-1)
-    ends = (step == length - 1) & torch.as_tensor(terminated).unsqueeze(-1)
-    behind = (step >= length) & (normal(generator, b, t) > 0)
-    state, action = normal(generator, b, t + 1, STATE_SIZE), normal(generator, b, t, ACTION_SIZE)
-    log_pi = script.gaussian_log_prob(*agent.target_policy(state[:, :-1]), action)
-    batch = script.Batch(
+    generator, rows = numbers(seed), (len(lengths), args.window + 1)
+    step, length = torch.arange(args.window + 1), torch.as_tensor(lengths).unsqueeze(-1)
+    terminates = torch.as_tensor(terminated).unsqueeze(-1)
+    state, action = normal(generator, *rows, STATE_SIZE), normal(generator, *rows, ACTION_SIZE)
+    log_pi = script.gaussian_log_prob(*agent.target_policy(state), action.unsqueeze(-2))
+    goes_on = (step == args.window) & (length == args.window) & ~terminates
+    behind = (step > length) & (normal(generator, *rows) > 0)
+    batch = script.Rows(
         state=state,
         action=action,
-        behaviour_log_prob=log_pi + normal(generator, b, t),
-        reward=normal(generator, b, t),
-        terminated=(ends | behind).double(),
-        valid=(step < length).double(),
+        behaviour_log_prob=log_pi.squeeze(-1).detach() + normal(generator, *rows),
+        reward=normal(generator, *rows),
+        terminated=(((step == length - 1) & terminates) | behind).double(),
+        final=(((step == length) & ~goes_on) | (behind & (step % 2 == 0))).double(),
     )
-    return batch, normal(generator, b, t + 1, args.num_samples, ACTION_SIZE)
+    return batch, normal(generator, *rows, args.num_samples, ACTION_SIZE)
+
+
+def valid(batch):
+    """[B, T], whether a step of the episode that the window starts in begins there."""
+    rows = batch.final.shape[1] - 1
+    return torch.stack([(batch.final[:, : t + 1] == 0).all(1) for t in range(rows)], dim=1)
 
 
 def alive(batch):
-    """[B, T+1]: the states from which one can act: the first, and those that a step led to without ending there."""
-    led_to = batch.valid.bool() & ~batch.terminated.bool()
+    """[B, T+1], where one can act: the first state, and those a step led to without ending."""
+    led_to = valid(batch) & (batch.terminated[:, :-1] == 0)
     return torch.cat([torch.ones_like(led_to[:, :1]), led_to], dim=1)
 
 
-def episode(states, terminated, seed=0, **changes):
-    """The n + 1 rows of an episode that visits these states [n + 1, S]; the last row has no step."""
+def episode(script, states, terminated, seed=0, **changes):
+    """The n + 1 rows of an episode that visits these states [n + 1, S]; the last is final."""
     generator, count = numbers(seed), len(states)
-    rows = dict(
+    rows = script.Rows(
         state=states,
         action=normal(generator, count, ACTION_SIZE),
         behaviour_log_prob=normal(generator, count) - 2,
         reward=normal(generator, count),
-        terminated=torch.zeros(count),
-        last=torch.arange(count) == count - 1,
+        terminated=torch.zeros(count).double(),
+        final=torch.zeros(count).double(),
     )
-    rows["terminated"][-2] = float(terminated)
-    return {name: changes.get(name, value) for name, value in rows.items()}
+    rows.terminated[-2] = float(terminated)
+    rows.final[-1] = 1
+    return rows._replace(**changes)
 
 
 def double(batch):
     return type(batch)(*(x.double() for x in batch))
+
+
+def rows_of(batch, chosen):
+    """The same rows of every entry of a batch or an episode."""
+    return type(batch)(*(x[chosen] for x in batch))

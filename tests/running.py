@@ -1,10 +1,9 @@
-"""Run a script as its users do: a process of its own, with what it prints, its exit code and its run folder."""
+"""Run a script as its users do: a process with what it prints, its exit code and its run folder."""
 
 import atexit
 import csv
 import functools
 import importlib
-import inspect
 import itertools
 import json
 import os
@@ -24,6 +23,8 @@ import torch
 from conftest import ROOT, scripts_with
 
 CONTINUOUS = scripts_with("gaussian_log_prob")  # the scripts that act with a Gaussian policy
+FIRST = CONTINUOUS[:1]  # for what is the same text in all of them, which test_script.py holds
+SINGLE = [script for script in CONTINUOUS if "distributed" not in script.id]  # without workers
 TASK = "dm_control/cartpole-swingup-v0"
 TINY = {
     "env_id": TASK,
@@ -41,16 +42,18 @@ TINY = {
 }
 PATIENCE = 900  # seconds for a process that takes ten: machines can be busy
 STARTING = threading.Lock()
+LEADING = ("PYTHONPATH", "MUJOCO_GL", "COLUMNS")
 CLOCK = ("charts/SPS", "charts/seconds")  # the columns of progress.csv that tell the time
 
-# The imports of a script take ten times longer than a tiny run. So one process makes them once, and forks for each run;
-# between the two, a process that waits for the end and notes the exit code. Each line of its input asks for a run.
+# The imports of a script take ten times longer than a tiny run. So one process makes them once, and
+# forks for each run; between the two, a process that waits for the end and notes the exit code.
+# Each line of its input asks for a run.
 SERVER = """
 import atexit, gc, json, os, resource, runpy, signal, sys, traceback
 os.environ["MUJOCO_GL"] = "disabled"
-import gymnasium, shimmy, torch._dynamo, torch._inductor.config, torch.utils.tensorboard, tyro
+import gymnasium, imageio.v2, shimmy, torch._dynamo, torch._inductor.config
+import torch.utils.tensorboard, tqdm, tyro
 import tasks
-gymnasium.register_envs(shimmy)
 gc.freeze()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 for line in sys.stdin:
@@ -96,27 +99,31 @@ def server():
 @functools.cache
 def start_server():
     environment = surroundings(PYTHONPATH=str(ROOT / "tests"))
-    options = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
-    process = subprocess.Popen([sys.executable, "-c", SERVER], env=environment, **options)
+    options = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
+    command = [sys.executable, "-c", SERVER]
+    process = subprocess.Popen(command, start_new_session=True, **options)
     atexit.register(process.stdin.close)
     return process, tempfile.mkdtemp(prefix="runs"), itertools.count()
 
 
 class Run:
-    """A process that runs a script: as subprocess.Popen, but what it prints can be read at any time."""
+    """A process that runs a script; what it prints can be read at any time."""
 
     def __init__(self, script, words, cwd, cold=False, environment=None, hidden=(), file_size=0):
-        """cold: a Python started for it alone. Else one that has done its imports, without the packages `hidden`."""
+        """cold: a Python of its own; else one with its imports done, without those `hidden`."""
         process, folder, numbers = server()
-        self.files, words = Path(folder) / str(next(numbers)), [str(getattr(script, "__file__", script)), *words]
+        self.files = Path(folder) / str(next(numbers))
+        words = [str(getattr(script, "__file__", script)), *words]
         self.popen, self.returncode = None, None
         if cold:
             out, err = (open(f"{self.files}.{name}", "w") for name in ("out", "err"))
-            options = dict(cwd=cwd, env=surroundings(**(environment or {})), stdin=subprocess.DEVNULL)
-            self.popen = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, **options)
+            options = dict(cwd=cwd, env=surroundings(**(environment or {})), stdout=out, stderr=err)
+            command = [sys.executable, *words]
+            self.popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, **options)
             self.pid = self.popen.pid
         else:
-            ask = dict(words=words, cwd=str(cwd), files=str(self.files), hidden=list(hidden), file_size=file_size)
+            ask = dict(words=words, cwd=str(cwd), files=str(self.files))
+            ask |= dict(hidden=list(hidden), file_size=file_size)
             print(json.dumps(ask), file=process.stdin, flush=True)
             self.pid = int(self.note("pid"))
 
@@ -149,7 +156,7 @@ class Run:
 
 
 def flags(**values):
-    """Words of the command line: flags(num_samples=4, compile=False) is --num-samples 4 --no-compile."""
+    """flags(num_samples=4, compile=False) is --num-samples 4 --no-compile, as a list of words."""
     words = []
     for name, value in values.items():
         name = name.replace("_", "-")
@@ -165,8 +172,8 @@ def tiny(**changes):
 
 
 def surroundings(**changes):
-    """This process's environment, without what would lead the script to the repository or to a renderer."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MUJOCO_GL", "HIDDEN")}
+    """This process's environment, without what leads to the repository or to a renderer."""
+    kept = {name: value for name, value in os.environ.items() if name not in LEADING}
     return kept | changes
 
 
@@ -197,17 +204,16 @@ def together(*calls):
 
 
 def make_policy(script, env, args):
-    """The policy that main() makes: each of its options is the setting of that name."""
-    options = {name: getattr(args, name) for name in inspect.signature(script.Policy).parameters if hasattr(args, name)}
-    size = env.observation_space.shape[0], env.action_space.shape[0]
-    return script.Policy(*size, layers=args.policy_layers, **options)
+    """The policy that main() makes."""
+    return script.Policy(env.observation_space.shape[0], env.action_space.shape[0], args)
 
 
 def dm_control_tasks():
     """Names of the tasks that Shimmy registers."""
-    os.environ.setdefault("MUJOCO_GL", "disabled")  # as the scripts do, before dm_control is imported
-    gym.register_envs(importlib.import_module("shimmy"))
-    return [name for name in gym.registry if name.startswith("dm_control/") and "compatibility" not in name]
+    os.environ.setdefault("MUJOCO_GL", "disabled")  # as the scripts do, before dm_control comes
+    importlib.import_module("shimmy")
+    names = [name for name in gym.registry if name.startswith("dm_control/")]
+    return [name for name in names if "compatibility" not in name]
 
 
 def one_sentence(process):
@@ -221,7 +227,8 @@ def wait_until(condition, process=None):
     """Wait for something to be true, while a process runs."""
     end = time.time() + PATIENCE
     while not condition():
-        assert process is None or process.poll() is None, f"the run ended too early: {process.out} {process.err}"
+        running = process is None or process.poll() is None
+        assert running, f"the run ended too early: {process.out} {process.err}"
         assert time.time() < end, "it never came to that"
         time.sleep(0.002)
 
@@ -253,15 +260,15 @@ def resume_command(process):
 def rows(run_dir):
     """progress.csv as a list of dictionaries, complete rows only; empty if there is none yet."""
     path = Path(run_dir) / "progress.csv"
-    whole = (
-        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
-    )
-    return list(csv.DictReader(whole))
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return list(csv.DictReader(line for line in lines if line.endswith("\n")))
 
 
 def timeless(run_dir):
     """progress.csv without the columns that tell the time."""
-    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows(run_dir)]
+    return [
+        {name: value for name, value in row.items() if name not in CLOCK} for row in rows(run_dir)
+    ]
 
 
 def last_step(run_dir):
@@ -276,7 +283,8 @@ def load(path):
 def same(a, b):
     """Whether two nests of dictionaries, lists, tensors and numbers are equal to the bit."""
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        alike = isinstance(b, dict) and a.keys() == b.keys()
+        return alike and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):

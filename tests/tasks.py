@@ -5,17 +5,30 @@ import numpy as np
 
 
 class Odd(gym.Env):
-    """A still point. From its `when`-th step on, over all episodes, it gives `reward` and `observation`, not 0."""
+    """A still point: zeros, but for `lasting` steps from the `when`-th on, over all episodes."""
 
-    def __init__(self, shape=(2,), dtype=np.float32, high=1.0, actions=None, when=0, lasting=1, reward=0.0,
-                 observation=0.0, reset_observation=0.0, tuple_space=False):  # fmt: skip
-        limit = 255 if dtype == np.uint8 else np.inf
-        self.observation_space = gym.spaces.Box(0 if dtype == np.uint8 else -limit, limit, shape, dtype)
+    def __init__(
+        self,
+        shape=(2,),
+        dtype=np.float32,
+        high=1.0,
+        actions=None,
+        when=0,
+        lasting=1,
+        reward=0.0,
+        observation=0.0,
+        reset_observation=0.0,
+        tuple_space=False,
+        fault=None,
+    ):
+        low, limit = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        self.observation_space = gym.spaces.Box(low, limit, shape, dtype)
         if tuple_space:
             self.observation_space = gym.spaces.Tuple([self.observation_space])
         self.action_space = actions or gym.spaces.Box(-high, high, (1,))
         self.when, self.reward, self.observation = when, reward, observation
-        self.reset_observation, self.steps, self.lasting, self.tuple_space = reset_observation, 0, lasting, tuple_space
+        self.reset_observation, self.steps, self.lasting = reset_observation, 0, lasting
+        self.tuple_space, self.fault = tuple_space, fault
         self.received = []
 
     def observe(self, value):
@@ -31,7 +44,12 @@ class Odd(gym.Env):
         self.received.append(np.array(action))
         self.steps += 1
         now = self.when <= self.steps < self.when + self.lasting
-        return self.observe(self.observation if now else 0.0), self.reward if now else 0.0, False, False, {}
+        if now and self.fault == "raises":
+            raise KeyError("the gripper is not connected")
+        state = self.observe(self.observation if now else 0.0)
+        if now and self.fault == "shape":
+            state = np.zeros(5, np.float32)
+        return state, self.reward if now else 0.0, False, False, {}
 
 
 def register(name, **kwargs):
@@ -51,10 +69,31 @@ register("NaNObservation", when=260, observation=np.nan)
 register("InfiniteObservation", when=260, observation=-np.inf)
 register("NaNStart", reset_observation=np.nan)
 register("HugeReward", when=151, lasting=1000, reward=1e38)
+register("Raises", when=260, fault="raises")
+register("WrongShape", when=260, fault="shape")
+register("Integers", actions=gym.spaces.Box(-3, 3, (2,), np.int64))
+
+
+class Own(Odd):
+    """A task that keeps something of its own under the name that Shimmy gives dm_control's."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode, self._env = render_mode, "a robot"
+
+    def render(self):
+        picture = np.zeros((32, 48, 3), np.uint8)
+        picture[: 8 + self.steps % 16] = 200
+        return picture
+
+
+gym.register("Own-v0", entry_point=Own, max_episode_steps=30)
 
 
 class Catch(gym.Env):
-    """A ball falls down a board of 12 x 12 squares of 7 x 7 pixels; the agent moves a bar of three squares under it."""
+    """A ball falls down a board of 12 x 12 squares of 7 x 7 pixels onto a bar of three squares."""
 
     observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
     action_space = gym.spaces.Discrete(3)  # left, stay, right
@@ -71,13 +110,15 @@ class Catch(gym.Env):
         return board.repeat(7, 0).repeat(7, 1)
 
     def step(self, action):
-        self.bar, self.row = int(np.clip(self.bar + action - 1, 0, 9)), self.row + 1
+        self.bar = int(np.clip(self.bar + action - 1, 0, 9))
+        self.row += 1
         caught = self.row == 11 and self.bar <= self.column < self.bar + 3
-        return self.picture(), (1.0 if caught else -1.0) if self.row == 11 else 0.0, self.row == 11, False, {}
+        over = self.row == 11
+        return self.picture(), (1.0 if caught else -1.0) if over else 0.0, over, False, {}
 
 
 class Corridor(gym.Env):
-    """Numbers its own steps: the observation is (game, step), the reward 10 times the action plus 1 in every step."""
+    """Numbers its steps: the observation is (game, step), the reward 10 times the action plus 1."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
 
@@ -101,7 +142,8 @@ class Corridor(gym.Env):
 
     def step(self, action):
         self.number += 1
-        return self.observe(), 10.0 * action + 1, self.ends and self.number == self.length, False, {}
+        over = self.ends and self.number == self.length
+        return self.observe(), 10.0 * action + 1, over, False, {}
 
 
 register("NaNScore", actions=gym.spaces.Discrete(2), when=110, reward=np.nan)
