@@ -33,6 +33,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 ORIGIN = ("mpo_continuous.py", 1)  # what saved files say of the script, and of their format
+PAPER = {"epsilon_mu": 0.1, "policy_learning_rate": 5e-4, "target_period": 1000}  # see --paper
 
 
 # ---- Settings. Each comment is the flag's line in --help; "paper:" marks a printed value.
@@ -131,7 +133,8 @@ def make_env(args, render=False):
     real = isinstance(box, gym.spaces.Box) and box.dtype.kind == "f" and len(box.shape) == 1
     if not real or max(abs(box.low).max(), abs(box.high).max()) > 1e6:
         refuse(f"{args.env_id} has actions {box}; this script needs a vector of bounded numbers.")
-    return gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, -1.0, 1.0))
+    one = box.dtype.type(1)
+    return gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, -one, one))
 
 
 def episode_seed(*numbers):
@@ -387,7 +390,7 @@ def compute_losses(agent, batch, noise, args):
         "std_mean": masked_mean(std.mean(-1), alive),
         "std_max": std.max(),
         "q_mean": masked_mean(q, valid),
-        "q_max": (q * valid).max(),
+        "q_max": q.masked_fill(valid == 0, -math.inf).max(),
     }
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
     return losses, {f"mpo/{name}": x.detach() for name, x in metrics.items()}
@@ -439,6 +442,9 @@ def main(args):
     env = make_env(args, render=args.capture_video)
     check(args, env)
     torch.set_num_threads(args.threads)
+    if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
+        warnings.simplefilter("ignore")
+        os.environ["PYTHONWARNINGS"] = "ignore"
     sizes = env.observation_space.shape[0], env.action_space.shape[0]
     policy, critic = Policy(*sizes, args), Critic(*sizes, args)
     if args.evaluate:
@@ -500,7 +506,7 @@ def evaluate(env, policy, args, video=None):
     frames = [] if video else None
     episodes = [run_episode(env, policy, seed, args, False, frames) for seed in seeds]
     if video:
-        imageio.mimwrite(video, frames, fps=env.metadata["render_fps"], macro_block_size=2)
+        imageio.mimwrite(video, frames, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
     return [episode.reward.sum().item() for episode in episodes]
 
 
@@ -591,8 +597,8 @@ class Run:
         write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
 
     def __enter__(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.stop)
+        asked = (signal.SIGINT, signal.SIGTERM)
+        self.handlers = {number: signal.signal(number, self.stop) for number in asked}
 
     def stop(self, number, frame):
         """Asked once, stop after this iteration; asked again, at once."""
@@ -602,6 +608,8 @@ class Run:
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         kept = f"the last checkpoint in {self.folder} is of step {self.done['saved']:,}"
         if isinstance(error, Exception):
             if kind not in (OSError, FloatingPointError):
@@ -646,7 +654,7 @@ def read_saved(path):
     if damaged:
         refuse(f"{path} is damaged, or not from this project.")
     if origin != ORIGIN:
-        refuse(f"{path} is of {origin[0]}, format {origin[1]}; this is {ORIGIN}.")
+        refuse(f"{path} is of {origin[0]}, format {origin[1]}; here is {ORIGIN[0]}, {ORIGIN[1]}.")
     return saved
 
 
@@ -662,12 +670,11 @@ def parse_args(words=None):
     if typed.resume and typed.evaluate:
         refuse("--resume trains and --evaluate does not: give one of them.")
     if not typed.resume and not typed.evaluate:
-        printed = Args(epsilon_mu=0.1, policy_learning_rate=5e-4, target_period=1000)
-        return tyro.cli(Args, args=words, default=printed) if typed.paper else typed
+        return tyro.cli(Args, args=words, default=Args(**PAPER)) if typed.paper else typed
     path = Path(typed.resume or typed.evaluate)
     if not path.is_file():
         path = path / ("checkpoint.pt" if typed.resume else "model.pt")
-    saved = Args(**read_saved(path)["args"] | {"capture_video": False})
+    saved = Args(**read_saved(path)["args"] | {"resume": "", "capture_video": False})
     args = tyro.cli(Args, args=words, default=saved)
     args.evaluate = str(path) if args.evaluate else ""
     names = list(vars(args))

@@ -12,8 +12,8 @@ Returns to expect of walker-walk (mean action, a single seed): about 170 of 1000
     python mpo_parametric.py --constraint entropy                      EPG + Retrace
     python mpo_parametric.py --constraint entropy --policy-samples 1   actor-critic + Retrace
 
-    theta, theta_i      the policy q(a|s) being improved, and the target policy pi_i it started from
-    phi, phi'           the critic Q, and its target Q'
+    theta, phi          the policy q(a|s) being improved, and the critic Q
+    theta_i, phi'       their targets: the policy pi_i that q started from, and Q'
     A(s,a)              the advantage Q'(s,a) - V(s), with V(s) = E_q Q'(s,.)
     eta_mu, eta_sigma   multipliers of the E-step's bounds on the change of mean and covariance
     b(a|s)              the policy that acted when the data was collected
@@ -21,23 +21,21 @@ Returns to expect of walker-walk (mean action, a single seed): about 170 of 1000
 """
 # /// script
 # requires-python = ">=3.10,<3.13"
-# dependencies = [
-#     "torch>=2.4,<3", "numpy>=1.26,<3", "gymnasium>=1.0,<2", "shimmy>=2.0,<3",
+# dependencies = ["torch>=2.4,<3", "numpy>=1.26,<3", "gymnasium>=1.0,<2", "shimmy>=2.0,<3",
 #     "dm_control>=1.0.20,<2", "mujoco>=3.1.6,<4", "tyro>=0.9,<2", "tensorboard>=2.16,<3",
-#     "tqdm>=4.66,<5", "imageio>=2.34,<3", "imageio-ffmpeg>=0.5,<1",
-# ]
+#     "tqdm>=4.66,<5", "imageio>=2.34,<3", "imageio-ffmpeg>=0.5,<1"]
 # ///
 
 import copy
 import importlib
 import io
-import itertools
 import json
 import math
 import os
 import signal
 import sys
 import time
+import warnings
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +52,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 ORIGIN = ("mpo_parametric.py", 1)  # what saved files say of the script, and of their format
+PAPER = {"policy_learning_rate": 5e-4, "target_period": 1000, "normalise_advantage": False}
 
 
 # ---- Settings. Each comment is the flag's line in --help; "paper:" marks a printed value.
@@ -133,15 +132,14 @@ def make_env(args, render=False):
     if args.time_limit > 0 or limit in (None, math.inf):
         env = gym.wrappers.TimeLimit(env, args.time_limit if args.time_limit > 0 else 1000)
 
-    env = gym.wrappers.FlattenObservation(env)
+    env, box = gym.wrappers.FlattenObservation(env), env.action_space
     if env.observation_space.dtype == np.uint8:
         refuse(f"{args.env_id} observes images; this script needs vectors.")
-    box = env.action_space
-    if not isinstance(box, gym.spaces.Box) or box.dtype.kind != "f" or len(box.shape) != 1:
-        refuse(f"{args.env_id} has actions {box}; this script needs a vector of real numbers.")
-    if max(abs(box.low).max(), abs(box.high).max()) > 1e6:
-        refuse(f"{args.env_id} has unbounded actions; wrap it so that they have bounds.")
-    return gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, -1.0, 1.0))
+    real = isinstance(box, gym.spaces.Box) and box.dtype.kind == "f" and len(box.shape) == 1
+    if not real or max(abs(box.low).max(), abs(box.high).max()) > 1e6:
+        refuse(f"{args.env_id} has actions {box}; this script needs a vector of bounded numbers.")
+    one = box.dtype.type(1)
+    return gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, -one, one))
 
 
 def episode_seed(*numbers):
@@ -152,7 +150,7 @@ def episode_seed(*numbers):
 # ---- Networks. The paper gives their sizes; a layer norm after the first layer is usual for MPO.
 def hidden_layers(input_size, sizes):
     modules = [nn.Linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU()]
-    for size, next_size in itertools.pairwise(sizes):
+    for size, next_size in zip(sizes, sizes[1:]):
         modules += [nn.Linear(size, next_size), nn.ReLU()]
     return nn.Sequential(*modules)
 
@@ -260,8 +258,8 @@ def masked_mean(x, mask):
 # parts of mean and covariance, stays within epsilon_mu and epsilon_sigma. The integrals are means
 # over samples from q itself. The M-step is a copy, for q has the form of the policy: pi_{i+1} = q.
 def leave_one_out_advantage(scores):
-    """A_m = Q'_m - mean of the others: with Q'_m in V the gradient would shrink by 1 - 1/M."""
-    others = scores.sum(-1, keepdim=True) - scores  # [..., M]
+    """A_m = Q'_m - V, with V the mean of the other scores. [..., M] -> [..., M], M > 1."""
+    others = scores.sum(-1, keepdim=True) - scores  # Q'_m in V would shrink the gradient by 1/M
     return scores - others / (scores.shape[-1] - 1)
 
 
@@ -271,13 +269,13 @@ def likelihood_ratio_objective(advantage, log_prob):
 
 
 def entropy_bonus(cholesky):
-    """H(q), but at most ln 2 from each dimension, the uniform's on [-1, 1]. [..., A, A] -> [...]."""
-    # beyond the action range, where actions are clipped, entropy costs nothing: it grew for ever
+    """H(q), at most ln 2 of each dimension, the entropy of a uniform one. [..., A, A] -> [...]."""
+    # beyond [-1, 1], where actions are clipped, entropy costs nothing: it grew for ever
     conditional = cholesky.diagonal(dim1=-2, dim2=-1).log() + 0.5 * math.log(2 * math.pi * math.e)
     return conditional.clamp(max=math.log(2)).sum(-1)
 
 
-# C_mu + C_Sigma is KL(pi_i || pi). For KL(q || pi_i), q takes the place of pi_i and pi_i that of pi.
+# C_mu + C_Sigma is KL(pi_i || pi). For KL(q || pi_i), q takes pi_i's place and pi_i takes pi's.
 def kl_mean(mean_i, mean, cholesky):
     """C_mu = 1/2 (mu - mu_i)^T Sigma^-1 (mu - mu_i). [..., A], [..., A, A] -> [...]."""
     change = (mean - mean_i).unsqueeze(-1)
@@ -358,8 +356,8 @@ def parametric_losses(agent, batch, noise, args):
         q_i = agent.target_critic(batch.state[:, :-1], action)
         v_next = scores[:, 1:, : args.num_samples].mean(-1)  # E_q Q'(s_{t+1},.)
         taken = action.unsqueeze(-2)  # one action per state
-        log_q = gaussian_log_prob(mean[:, :-1], cholesky[:, :-1], taken).squeeze(-1)
-        trace = trace_coefficient(log_q, behaviour_log_prob) * valid
+        log_taken = gaussian_log_prob(mean[:, :-1], cholesky[:, :-1], taken).squeeze(-1)
+        trace = trace_coefficient(log_taken, behaviour_log_prob) * valid
         trace_next = F.pad(trace[:, 1:], (0, 1))  # c_{t+1}; behind the window there is none
         discount = args.gamma * (1 - terminated)  # a termination bootstraps nothing, a limit does
         target = retrace(q_i, v_next, reward, discount, trace_next)
@@ -381,11 +379,12 @@ def parametric_losses(agent, batch, noise, args):
         if args.normalise_advantage:  # a KL has no unit; so rewards of any size have the same eta
             improvement = improvement / advantage_std.clamp(min=1e-6)
         bounds = [(eta_mu, args.epsilon_mu, c_mu), (eta_sigma, args.epsilon_sigma, c_sigma)]
-        multiplier_losses, terms = zip(*(lagrangian(*bound) for bound in bounds))
+        multiplier_terms, policy_terms = zip(*(lagrangian(*bound) for bound in bounds))
     else:
-        multiplier_losses = [torch.zeros_like(improvement)]  # there is nothing to multiply
-        terms = [args.entropy_scale * masked_mean(entropy_bonus(cholesky), alive)]
-    policy_loss = -(improvement + sum(terms))
+        multiplier_terms = [torch.zeros_like(improvement)]  # there is nothing to multiply
+        policy_terms = [args.entropy_scale * masked_mean(entropy_bonus(cholesky), alive)]
+    multiplier_loss = sum(multiplier_terms)
+    policy_loss = -(improvement + sum(policy_terms))
 
     std = cholesky.square().sum(-1).sqrt()
     metrics = {
@@ -398,9 +397,8 @@ def parametric_losses(agent, batch, noise, args):
         "std_mean": masked_mean(std.mean(-1), alive),
         "std_max": std.max(),
         "q_mean": masked_mean(q, valid),
-        "q_max": (q * valid).max(),
+        "q_max": q.masked_fill(valid == 0, -math.inf).max(),
     }
-    multiplier_loss = sum(multiplier_losses)
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
     return losses, {f"mpo/{name}": x.detach() for name, x in metrics.items()}
 
@@ -417,10 +415,8 @@ def gradient_step(agent, optimiser, losses, args):
         if not math.isfinite(value):
             raise FloatingPointError(f"{name} became {value}")
     optimiser.step()
-    for log_multiplier in agent.parameters(
-        recurse=False
-    ):  # one that rests at an end can still come back
-        log_multiplier.data.clamp_(math.log(1e-6), math.log(2e4))
+    for log_eta in agent.parameters(recurse=False):
+        log_eta.data.clamp_(math.log(1e-6), math.log(2e4))  # from where it can still come back
     return values
 
 
@@ -455,6 +451,9 @@ def main(args):
     if args.policy_samples > args.num_samples:
         refuse(f"--policy-samples must be at most --num-samples, {args.num_samples}.")
     torch.set_num_threads(args.threads)
+    if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
+        warnings.simplefilter("ignore")
+        os.environ["PYTHONWARNINGS"] = "ignore"
     sizes = env.observation_space.shape[0], env.action_space.shape[0]
     policy, critic = Policy(*sizes, args), Critic(*sizes, args)
     if args.evaluate:
@@ -506,10 +505,8 @@ def main(args):
             run.log(returns, evaluate(env, policy, args) if due else [], metrics)
             if due or run.stopping:
                 run.save()
-        if done["steps"] >= args.total_timesteps:
-            write_saved(run.folder / "model.pt", args, policy, {})
-            if args.capture_video:
-                evaluate(env, policy, args, run.folder / "evaluation.mp4")
+        if args.capture_video and not run.stopping:
+            evaluate(env, policy, args, run.folder / "evaluation.mp4")
     return policy
 
 
@@ -520,7 +517,7 @@ def evaluate(env, policy, args, video=None):
     frames = [] if video else None
     episodes = [run_episode(env, policy, seed, args, False, frames) for seed in seeds]
     if video:
-        imageio.mimwrite(video, frames, fps=env.metadata["render_fps"], macro_block_size=2)
+        imageio.mimwrite(video, frames, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
     return [episode.reward.sum().item() for episode in episodes]
 
 
@@ -563,11 +560,7 @@ class Run:
         self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
         self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
         self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
-        self.say(f"{args.env_id}: writing to {self.folder}")
-
-    def say(self, sentence):
-        tqdm.write(sentence)
-        sys.stdout.flush()
+        tqdm.write(f"{args.env_id}: writing to {self.folder}")
 
     def show_progress(self, returns):
         """A bar on a terminal; elsewhere a line twice a minute."""
@@ -577,7 +570,7 @@ class Run:
         self.bar.update(steps - self.bar.n)
         if self.bar.disable and seconds > self.shown + 30:
             self.shown = seconds
-            self.say(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
+            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
 
     def log(self, returns, evaluated, metrics):
         """A row for this iteration: its episodes' mean return, its last gradient step."""
@@ -593,16 +586,17 @@ class Run:
         self.writer.flush()
         row["eval/returns"] = " ".join(f"{x:.6g}" for x in evaluated)
         if evaluated:
-            self.say(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
+            tqdm.write(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
         self.table = self.table or [",".join(row)]
         self.table.append(",".join(map(str, row.values())))
         write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
 
     def save(self):
-        done = self.done | {"saved": self.done["steps"]}
+        done, policy = self.done | {"saved": self.done["steps"]}, self.parts["agent"].policy
         saved = {name: part.state_dict() for name, part in self.parts.items()}
         saved |= {"done": done, "table": self.table, "random": torch.get_rng_state()}
-        write_saved(self.folder / "checkpoint.pt", self.args, self.parts["agent"].policy, saved)
+        write_saved(self.folder / "checkpoint.pt", self.args, policy, saved)
+        write_saved(self.folder / "model.pt", self.args, policy, {})
         self.done["saved"] = done["saved"]
 
     def load(self):
@@ -614,8 +608,8 @@ class Run:
         write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
 
     def __enter__(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.stop)
+        asked = (signal.SIGINT, signal.SIGTERM)
+        self.handlers = {number: signal.signal(number, self.stop) for number in asked}
 
     def stop(self, number, frame):
         """Asked once, stop after this iteration; asked again, at once."""
@@ -625,6 +619,8 @@ class Run:
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         kept = f"the last checkpoint in {self.folder} is of step {self.done['saved']:,}"
         if isinstance(error, Exception):
             if kind not in (OSError, FloatingPointError):
@@ -669,7 +665,7 @@ def read_saved(path):
     if damaged:
         refuse(f"{path} is damaged, or not from this project.")
     if origin != ORIGIN:
-        refuse(f"{path} is of {origin[0]}, format {origin[1]}; this is {ORIGIN}.")
+        refuse(f"{path} is of {origin[0]}, format {origin[1]}; here is {ORIGIN[0]}, {ORIGIN[1]}.")
     return saved
 
 
@@ -685,16 +681,15 @@ def parse_args(words=None):
     if typed.resume and typed.evaluate:
         refuse("--resume trains and --evaluate does not: give one of them.")
     if not typed.resume and not typed.evaluate:
-        printed = Args(policy_learning_rate=5e-4, target_period=1000, normalise_advantage=False)
-        return tyro.cli(Args, args=words, default=printed) if typed.paper else typed
+        return tyro.cli(Args, args=words, default=Args(**PAPER)) if typed.paper else typed
     path = Path(typed.resume or typed.evaluate)
-    if path.is_dir() or typed.resume:
-        model = typed.evaluate and (path / "model.pt").exists()
-        path = path / ("model.pt" if model else "checkpoint.pt")
-    saved = Args(**read_saved(path)["args"] | {"capture_video": False})
+    if not path.is_file():
+        path = path / ("checkpoint.pt" if typed.resume else "model.pt")
+    saved = Args(**read_saved(path)["args"] | {"resume": "", "capture_video": False})
     args = tyro.cli(Args, args=words, default=saved)
     args.evaluate = str(path) if args.evaluate else ""
-    for name in itertools.takewhile(lambda name: name != "total_timesteps", vars(args)):
+    names = list(vars(args))
+    for name in names[: names.index("total_timesteps")]:
         was, now = getattr(saved, name), getattr(args, name)
         if was != now and not (name == "seed" and args.evaluate):
             refuse(f"{path} has {name} {was}, which cannot change to {now}.")
@@ -728,4 +723,5 @@ def check(args, env):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
     main(parse_args())

@@ -1,7 +1,9 @@
-"""Algorithm 3: the gradient of E_q A and its baseline, KL(q || pi_i) in two parts, the M-step's copy, the ablations."""
+"""Algorithm 3: the gradient of E_q A and its baseline, KL(q || pi_i) in two parts, the M-step's
+copy, the ablations."""
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -16,10 +18,11 @@ from helpers import (
     random_gaussian,
     small_agent,
     small_args,
+    valid,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from running import rows, tiny, train
+from running import TINY, one_sentence, rows, run, tiny, train
 from scipy.optimize import minimize
 from scipy.stats import multivariate_normal
 from torch.distributions import MultivariateNormal, kl_divergence
@@ -27,19 +30,25 @@ from torch.distributions import MultivariateNormal, kl_divergence
 import mpo_parametric as script
 
 LENGTHS, TERMINATED = [4, 4, 3, 2, 1, 1], [False, True, True, False, True, False]
-gradients = pytest.mark.parametrize("gradient", ["likelihood-ratio", "reparameterised"])
 constraints = pytest.mark.parametrize("constraint", ["kl", "entropy"])
 
 
 def assert_close(x, y, tolerance=1e-9):
-    torch.testing.assert_close(x, torch.as_tensor(y, dtype=x.dtype), rtol=tolerance, atol=tolerance)
+    y = torch.as_tensor(y, dtype=x.dtype)
+    torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
 def leaves(*tensors):
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
-# ------------------------------------------------------------------- the gradient of E_q Q: closed forms, by quadrature
+def bounded(metrics, args):
+    """C_mu and C_Sigma, of which the metrics are multiples of the bounds."""
+    c_mu = metrics["mpo/kl_mu_relative"] * args.epsilon_mu
+    return c_mu.item(), (metrics["mpo/kl_sigma_relative"] * args.epsilon_sigma).item()
+
+
+# ---- The gradient of E_q Q: closed forms, by quadrature.
 def linear(w):
     return lambda a: a @ w
 
@@ -54,12 +63,12 @@ def random_hessian(generator, size=ACTION_SIZE):
 
 
 def exact_gradient(score, mean, cholesky):
-    """The likelihood-ratio gradient of the mean and of the factor, its expectation taken by quadrature."""
+    """The likelihood-ratio gradient of mean and factor, its expectation taken by quadrature."""
     mean, cholesky = leaves(mean, cholesky)
     z, log_weights = quadrature(len(mean), nodes=12)
     action = (mean + z @ cholesky.mT).detach()
-    weighted = score(action) * log_weights.exp() * len(z)  # the objective divides by the number of samples
-    log_q = script.samples_log_prob(mean, cholesky, action)
+    weighted = score(action) * log_weights.exp() * len(z)  # the objective divides by len(z)
+    log_q = script.gaussian_log_prob(mean, cholesky, action)
     script.likelihood_ratio_objective(weighted, log_q).backward()
     return mean.grad, cholesky.grad.tril()
 
@@ -97,34 +106,36 @@ def test_the_log_density_of_many_actions_is_that_of_each(seed, size):
     mean, cholesky = random_gaussian(generator, 3, size=size)
     action = normal(generator, 3, 5, size)
     each = MultivariateNormal(mean.unsqueeze(1), scale_tril=cholesky.unsqueeze(1)).log_prob(action)
-    assert_close(script.samples_log_prob(mean, cholesky, action), each)
+    assert_close(script.gaussian_log_prob(mean, cholesky, action), each)
 
 
-def test_the_bonus_is_the_entropy_of_a_narrow_policy_and_pulls_no_dimension_above_the_uniforms_entropy():
+def test_the_bonus_is_the_entropy_of_a_narrow_policy_and_pulls_no_dimension_above_the_uniforms():
     mean, cholesky = random_gaussian(numbers(0), 4, size=3)
     narrow = cholesky * 0.1
-    assert_close(script.entropy_bonus(narrow), MultivariateNormal(mean, scale_tril=narrow).entropy())
-    wide, uniform_std = torch.diag(torch.tensor([0.125, 0.25, 0.5]).double()), 2 / math.sqrt(2 * math.pi * math.e)
-    (wide,) = leaves(wide)
+    entropy = MultivariateNormal(mean, scale_tril=narrow).entropy()
+    assert_close(script.entropy_bonus(narrow), entropy)
+    (wide,) = leaves(torch.diag(torch.tensor([0.125, 0.25, 0.5]).double()))
     script.entropy_bonus(wide).backward()
     assert_close(wide.grad, torch.diag(torch.tensor([8, 4, 0])))
+    uniform_std = 2 / math.sqrt(2 * math.pi * math.e)
     assert_close(script.entropy_bonus(uniform_std * torch.eye(3).double()), 3 * math.log(2))
     assert script.entropy_bonus(1000 * wide) == script.entropy_bonus(10 * wide)
 
 
-# --------------------------------------------------------- the learner on a bandit: one state, Q' a function of a alone
+# ---- The learner on a bandit: one state, Q' a function of a alone.
 class Gaussian(torch.nn.Module):
-    """A policy that starts out the same in every state; if so many are named, each has parameters of its own."""
+    """A policy that starts out the same in every state; parameters for each of them, if named."""
 
     def __init__(self, mean, cholesky, states=1):
         super().__init__()
         raw = cholesky.tril(-1) + cholesky.diagonal().log().diag()
-        self.mu, self.raw = (torch.nn.Parameter(x.repeat(states, *[1] * x.dim())) for x in (mean, raw))
+        each = (x.repeat(states, *[1] * x.dim()) for x in (mean, raw))
+        self.mu, self.raw = map(torch.nn.Parameter, each)
 
     def forward(self, state):
         factor = self.raw.tril(-1) + torch.diag_embed(self.raw.diagonal(dim1=-2, dim2=-1).exp())
-        states = state.shape[:-1]
-        return [x.expand(states.numel(), *x.shape[1:]).unflatten(0, states) for x in (self.mu, factor)]
+        states, both = state.shape[:-1], (self.mu, factor)
+        return [x.expand(states.numel(), *x.shape[1:]).unflatten(0, states) for x in both]
 
 
 class Bandit(torch.nn.Module):
@@ -139,43 +150,51 @@ class Bandit(torch.nn.Module):
 
 
 def bandit(score, mean, cholesky, noise, constant=0.0, apart=False, **changes):
-    """Settings, an agent at theta = theta_i, windows of one step, and the noise [states, M, A] for their two states."""
+    """Settings, an agent at theta = theta_i, windows of a step, and noise for their two states.
+
+    The noise is given as [states, M, A]. Apart: each state has parameters of its own.
+    """
     args = small_args(script, num_samples=noise.shape[1], **changes)
     noise = noise.reshape(-1, 2, *noise.shape[1:])
     windows = len(noise)
     policy = Gaussian(mean, cholesky, 2 * windows if apart else 1)
     agent = script.Agent(policy, Bandit(score, constant), eta_mu=1.0, eta_sigma=1.0).double()
-    none, action = torch.zeros(windows, 1).double(), torch.zeros(windows, 1, len(mean)).double()
-    state = torch.zeros(windows, 2, 1).double()
-    batch = script.Batch(state, action, behaviour_log_prob=none, reward=none, terminated=none, valid=none + 1)
+    none = torch.zeros(windows, 2).double()
+    action = torch.zeros(windows, 2, len(mean)).double()
+    batch = script.Rows(none.unsqueeze(-1), action, none, none, terminated=none, final=none)
     return agent, batch, noise, args
 
 
 def policy_gradient(agent, batch, noise, args):
-    """Ascent direction of mu and of log diag L, [states, 2A]. At theta_i that of a KL is 0: it is that of E_q A."""
-    policy_loss = script.parametric_losses(agent, batch, noise, args)[1]
-    of_mean, of_raw = torch.autograd.grad(-policy_loss, (agent.policy.mu, agent.policy.raw))
+    """Ascent direction of mu and of log diag L, [states, 2A].
+
+    At theta_i the gradient of a KL is 0, so it is that of E_q A.
+    """
+    losses, _ = script.parametric_losses(agent, batch, noise, args)
+    parameters = agent.policy.mu, agent.policy.raw
+    of_mean, of_raw = torch.autograd.grad(-losses["policy"], parameters)
     return torch.cat([of_mean, of_raw.diagonal(dim1=-2, dim2=-1)], -1)
 
 
 def gradients_of_states(score, mean, cholesky, states, samples, **changes):
-    """An estimate of the gradient from each state, [states, 2A]: their mean is what it tends to, the rest its noise."""
+    """An estimate from each state, [states, 2A]: their mean is what it tends to, the rest noise."""
     noise = normal(numbers(0), states, samples, len(mean))
     changes |= dict(apart=True, normalise_advantage=False)
     return states * policy_gradient(*bandit(score, mean, cholesky, noise, **changes))
 
 
 def grid(samples):
-    """Noise [states, M, 1] over which a mean is an expectation, exact for polynomials of degree 5 in each number.
+    """Noise [states, M, 1] whose mean is an expectation, for degrees to 5 in each number.
 
-    The three nodes of Gauss and Hermite have the weights 1/6, 2/3, 1/6, so the middle one stands here four times.
+    The three nodes of Gauss and Hermite have the weights 1/6, 2/3, 1/6, so the middle one stands
+    here four times.
     """
     nodes = torch.tensor([-1.0, 0, 0, 0, 0, 1]).double() * math.sqrt(3)
     return torch.cartesian_prod(*[nodes] * samples).unsqueeze(-1)
 
 
 def pairs():
-    """Noise [36, 2, 2] for two actions of two dimensions: a mean over it is exact for polynomials of degree 5."""
+    """Noise [36, 2, 2], two actions of two dimensions: the mean is exact for degrees to 5."""
     points = torch.cartesian_prod(*[torch.tensor([-1.0, 0, 1]).double()] * 4) * math.sqrt(3)
     corners = points[(points != 0).sum(-1) == 2]  # 24 of them, in the weight 2/3
     return torch.cat([corners, torch.zeros(12, 4).double()]).reshape(-1, 2, 2)
@@ -187,13 +206,12 @@ def one_dimension():
     return linear(w), mean, std.unsqueeze(0)
 
 
-@gradients
 @pytest.mark.parametrize("samples, used", [(1, 1), (2, 0), (2, 1), (3, 0), (3, 1)])
-def test_the_baseline_leaves_the_expected_gradient_as_it_is_exactly(gradient, samples, used):
-    """One action dimension, so that the expectation over the two or three actions drawn can be exact."""
+def test_the_baseline_leaves_the_expected_gradient_as_it_is_exactly(samples, used):
+    """One action dimension, so that the expectation over two or three actions can be exact."""
     score, mean, cholesky = one_dimension()
     noise = grid(max(samples, 2))
-    changes = dict(policy_samples=used, normalise_advantage=False, gradient=gradient, constant=50.0)
+    changes = dict(policy_samples=used, normalise_advantage=False, constant=50.0)
     *learner, args = bandit(score, mean, cholesky, noise, **changes)
     args = dataclasses.replace(args, num_samples=samples)
     assert_close(policy_gradient(*learner, args), [[0.7, 0.0]], 1e-8)
@@ -204,7 +222,9 @@ def test_the_plain_mean_over_the_same_samples_would_shrink_the_gradient_by_one_o
     score, mean, cholesky = one_dimension()
     mean, cholesky = leaves(mean, cholesky)
     action = (mean + grid(samples) @ cholesky.mT).detach()
-    scores, log_q = score(action), script.samples_log_prob(mean, cholesky, action)
+    states = len(action)
+    densities = mean.expand(states, 1), cholesky.expand(states, 1, 1), action
+    scores, log_q = score(action), script.gaussian_log_prob(*densities)
     for advantage, factor in (
         (scores - scores.mean(-1, keepdim=True), 1 - 1 / samples),
         (script.leave_one_out_advantage(scores), 1.0),
@@ -217,18 +237,21 @@ def test_the_plain_mean_over_the_same_samples_would_shrink_the_gradient_by_one_o
 def quadratic_case(seed):
     """Q, mean, factor, and the exact gradient of mu and of log diag L."""
     generator = numbers(seed)
-    (mean, cholesky), centre, hessian = random_gaussian(generator), normal(generator, 2), random_hessian(generator)
-    exact = torch.cat([hessian @ (centre - mean), -(hessian @ cholesky).diagonal() * cholesky.diagonal()])
+    mean, cholesky = random_gaussian(generator)
+    centre, hessian = normal(generator, 2), random_hessian(generator)
+    of_factor = -(hessian @ cholesky).diagonal() * cholesky.diagonal()
+    exact = torch.cat([hessian @ (centre - mean), of_factor])
     return quadratic(centre, hessian), mean, cholesky, exact
 
 
 @pytest.mark.parametrize("samples, used", [(2, 1), (2, 0), (20, 0), (20, 1)])
 def test_the_measured_gradient_is_the_exact_one_for_few_and_many_samples(samples, used):
     score, mean, cholesky, exact = quadratic_case(seed=1)
-    found = gradients_of_states(score, mean, cholesky, 100_000, samples, policy_samples=used, constant=3.0)
+    changes = dict(policy_samples=used, constant=3.0)
+    found = gradients_of_states(score, mean, cholesky, 100_000, samples, **changes)
     error = found.std(0) / len(found) ** 0.5
     assert ((found.mean(0) - exact).abs() < 4 * error).all()
-    shrunk = exact * (1 - 1 / samples)  # what the mean over the same samples for a baseline would give
+    shrunk = exact * (1 - 1 / samples)  # what a baseline of the same samples would give
     assert used or ((shrunk - exact).abs() > 6 * error).any()
 
 
@@ -242,115 +265,134 @@ def test_the_baseline_of_a_sample_is_the_mean_over_the_others():
 
 @pytest.mark.parametrize("samples", [2, 20])
 def test_the_baseline_lowers_the_variance_on_q_plus_a_large_constant(samples):
-    """Measured on Q = w a + 100: with the baseline the constant is gone, without it the noise is all its own."""
+    """On Q = w a + 100: with the baseline the constant is gone, without it all noise is its own."""
     score, mean, cholesky = one_dimension()
     z = normal(numbers(3), 20_000, samples, 1)
+    baselines = {"none": lambda scores: scores, "leave one out": script.leave_one_out_advantage}
     variance = {}
-    for name, baseline in (("none", lambda scores: scores), ("leave one out", script.leave_one_out_advantage)):
+    for name, baseline in baselines.items():
         for constant in (0.0, 100.0):
             mu, factor = leaves(mean.expand(len(z), 1), cholesky.expand(len(z), 1, 1))
             action = (mu.unsqueeze(-2) + z @ factor.mT).detach()
-            log_q = script.samples_log_prob(mu, factor, action)
-            script.likelihood_ratio_objective(baseline(score(action) + constant), log_q).sum().backward()
+            log_q = script.gaussian_log_prob(mu, factor, action)
+            advantage = baseline(score(action) + constant)
+            script.likelihood_ratio_objective(advantage, log_q).sum().backward()
             variance[name, constant] = mu.grad.var().item()
-    assert variance["leave one out", 100.0] == pytest.approx(variance["leave one out", 0.0], rel=1e-9)
+    without = variance["leave one out", 0.0]
+    assert variance["leave one out", 100.0] == pytest.approx(without, rel=1e-9)
     assert variance["none", 100.0] > 10_000 * variance["leave one out", 100.0]
 
 
-@gradients
-def test_with_more_samples_the_gradient_comes_to_the_exact_one_as_one_over_the_root_of_m(gradient):
+def test_with_more_samples_the_gradient_comes_to_the_exact_one_as_one_over_the_root_of_m():
     score, mean, cholesky, exact = quadratic_case(seed=4)
     errors = {}
     for samples in (100, 10_000):
-        found = gradients_of_states(score, mean, cholesky, 60, samples, gradient=gradient)
+        found = gradients_of_states(score, mean, cholesky, 60, samples)
         errors[samples] = (found - exact).square().mean().sqrt().item()
     assert errors[10_000] < 0.05 * exact.abs().max()
     assert errors[100] / errors[10_000] == pytest.approx(10, rel=0.3)
 
 
-# ------------------------------------------------------------------------------------------- KL(q || pi_i) in two parts
+# ---- KL(q || pi_i) in two parts.
+def e_step_parts(mean_i, cholesky_i, mean, cholesky):
+    """C_mu and C_Sigma as the losses have them, from pi_i to q in all states."""
+    noise = torch.zeros(2, 2, len(mean)).double()
+    agent, *inputs = bandit(linear(torch.zeros_like(mean)), mean, cholesky, noise)
+    agent.target_policy.load_state_dict(Gaussian(mean_i, cholesky_i).state_dict())
+    return bounded(script.parametric_losses(agent, *inputs)[1], inputs[-1])
+
+
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 4))
-def test_the_two_parts_are_the_printed_ones_with_sigma_i_and_sum_to_the_kl_from_q_to_pi_i(seed, size):
+def test_the_parts_are_the_printed_ones_with_sigma_i_and_sum_to_the_kl_from_q_to_pi_i(seed, size):
     generator = numbers(seed)
-    (mean_i, cholesky_i), (mean, cholesky) = (random_gaussian(generator, size=size) for _ in range(2))
-    c_mu, c_sigma = script.e_step_constraints(mean_i, cholesky_i, mean, cholesky)
-    pi_i, q = MultivariateNormal(mean_i, scale_tril=cholesky_i), MultivariateNormal(mean, scale_tril=cholesky)
-    assert_close(c_mu + c_sigma, kl_divergence(q, pi_i), 1e-7)
-    sigma_i, sigma, change = (x.numpy() for x in (cholesky_i @ cholesky_i.mT, cholesky @ cholesky.mT, mean - mean_i))
-    inverse, log_ratio = np.linalg.inv(sigma_i), math.log(np.linalg.det(sigma_i) / np.linalg.det(sigma))
-    assert_close(c_mu, 0.5 * change @ inverse @ change, 1e-7)
-    assert_close(c_sigma, 0.5 * (np.trace(inverse @ sigma) - size + log_ratio), 1e-7)
+    mean_i, cholesky_i = random_gaussian(generator, size=size)
+    mean, cholesky = random_gaussian(generator, size=size)
+    c_mu, c_sigma = e_step_parts(mean_i, cholesky_i, mean, cholesky)
+    pi_i = MultivariateNormal(mean_i, scale_tril=cholesky_i)
+    q = MultivariateNormal(mean, scale_tril=cholesky)
+    assert c_mu + c_sigma == pytest.approx(kl_divergence(q, pi_i).item(), rel=1e-7, abs=1e-7)
+    change = (mean - mean_i).numpy()
+    sigma_i, sigma = (cholesky_i @ cholesky_i.mT).numpy(), (cholesky @ cholesky.mT).numpy()
+    inverse = np.linalg.inv(sigma_i)
+    log_ratio = math.log(np.linalg.det(sigma_i) / np.linalg.det(sigma))
+    printed = 0.5 * (np.trace(inverse @ sigma) - size + log_ratio)
+    assert c_mu == pytest.approx(0.5 * change @ inverse @ change, rel=1e-7, abs=1e-7)
+    assert c_sigma == pytest.approx(printed, rel=1e-7, abs=1e-7)
 
 
 def test_the_e_steps_kl_is_not_the_m_steps():
-    """Algorithm 2 bounds KL(pi_i || pi). Widening and narrowing by a factor of two exchange their prices."""
-    mean, narrow, wide = torch.zeros(1).double(), torch.tensor([[1.0]]).double(), torch.tensor([[2.0]]).double()
+    """Algorithm 2 bounds KL(pi_i || pi). To widen and to narrow by two exchange their prices."""
+    mean, narrow = torch.zeros(1).double(), torch.tensor([[1.0]]).double()
+    wide = 2 * narrow
     widen, shrink = 2.0 - 0.5 - math.log(2), 0.125 - 0.5 + math.log(2)
-    assert sum(script.e_step_constraints(mean, narrow, mean, wide)).item() == pytest.approx(widen, rel=1e-9)
-    assert sum(script.e_step_constraints(mean, wide, mean, narrow)).item() == pytest.approx(shrink, rel=1e-9)
-    d, p = script.whiten(mean, narrow, mean, wide)  # the M-step's order, from pi_i = narrow to pi = wide
-    assert (script.kl_mean(d) + script.kl_covariance(p)).item() == pytest.approx(shrink, rel=1e-9)
+    assert sum(e_step_parts(mean, narrow, mean, wide)) == pytest.approx(widen, rel=1e-9)
+    assert sum(e_step_parts(mean, wide, mean, narrow)) == pytest.approx(shrink, rel=1e-9)
+    # the same functions in the M-step's order, from pi_i = narrow to pi = wide
+    m_step = script.kl_mean(mean, mean, wide) + script.kl_covariance(narrow, wide)
+    assert m_step.item() == pytest.approx(shrink, rel=1e-9)
     generator = numbers(5)
     (mean_i, cholesky_i), (mean, cholesky) = (random_gaussian(generator) for _ in range(2))
-    pi_i, q = MultivariateNormal(mean_i, scale_tril=cholesky_i), MultivariateNormal(mean, scale_tril=cholesky)
+    pi_i = MultivariateNormal(mean_i, scale_tril=cholesky_i)
+    q = MultivariateNormal(mean, scale_tril=cholesky)
     here, there = kl_divergence(q, pi_i).item(), kl_divergence(pi_i, q).item()
-    found = sum(script.e_step_constraints(mean_i, cholesky_i, mean, cholesky)).item()
+    found = sum(e_step_parts(mean_i, cholesky_i, mean, cholesky))
     assert found == pytest.approx(here, rel=1e-9) and abs(found - there) > 0.1 * there
 
 
 def test_each_part_is_zero_where_only_the_other_moves():
     generator = numbers(6)
     (mean_i, cholesky_i), (mean, cholesky) = (random_gaussian(generator) for _ in range(2))
-    c_mu, c_sigma = script.e_step_constraints(mean_i, cholesky_i, mean_i, cholesky)
+    c_mu, c_sigma = e_step_parts(mean_i, cholesky_i, mean_i, cholesky)
     assert c_mu == 0 and c_sigma > 0.01
-    c_mu, c_sigma = script.e_step_constraints(mean_i, cholesky_i, mean, cholesky_i)
+    c_mu, c_sigma = e_step_parts(mean_i, cholesky_i, mean, cholesky_i)
     assert c_mu > 0.01 and abs(c_sigma) < 1e-12
 
 
-# ----------------------------------------------------------------------------------- where the E-step ends, on a bandit
+# ---- Where the E-step ends, on a bandit.
 def ascend(agent, batch, noise, args, steps=700, rate=0.05):
-    """Descent-ascent on the losses of the script, as update does it; the rate decays so that it comes to rest."""
-    parameters = [*agent.policy.parameters(), *agent.multipliers()]
+    """Descent-ascent on the losses; the rate decays so that it comes to rest."""
+    parameters = [*agent.policy.parameters(), *agent.parameters(recurse=False)]
     optimiser = torch.optim.Adam(parameters, lr=rate, betas=(0.5, 0.9))
     for step in range(steps):
         optimiser.param_groups[0]["lr"] = rate * 0.99 ** max(0, step - steps // 3)
-        _, policy_loss, multiplier_loss, seen = script.parametric_losses(agent, batch, noise, args)
+        losses, metrics = script.parametric_losses(agent, batch, noise, args)
         optimiser.zero_grad()
-        (policy_loss + multiplier_loss).backward()
+        (losses["policy"] + losses["multipliers"]).backward()
         optimiser.step()
     mean, cholesky = (x[0, 0].detach() for x in agent.policy(batch.state))
-    return seen, mean, cholesky @ cholesky.mT
+    return metrics, mean, cholesky @ cholesky.mT
 
 
-@gradients
 @pytest.mark.parametrize("binding", ["both", "mean", "covariance"])
-def test_a_binding_bound_has_a_positive_multiplier_and_a_slack_one_none(gradient, binding):
-    """Quadratic Q has a top for the mean, and no covariance narrow enough: only its bound holds that. For linear Q the
-    mean has no end, and the covariance no reason to move."""
+def test_a_binding_bound_has_a_positive_multiplier_and_a_slack_one_none(binding):
+    """Quadratic Q has a top for the mean, and no covariance narrow enough: its bound holds that.
+    For linear Q the mean has no end, and the covariance no reason to move."""
     generator = numbers(8)
     mean_i, cholesky_i = random_gaussian(generator)
     centre, hessian = mean_i + 1, random_hessian(generator)
     score = linear(normal(generator, 2)) if binding == "mean" else quadratic(centre, hessian)
-    epsilon_mu, epsilon_sigma = 10.0 if binding == "covariance" else 0.02, 0.01
-    changes = dict(epsilon_mu=epsilon_mu, epsilon_sigma=epsilon_sigma, normalise_advantage=False, gradient=gradient)
+    bounds = dict(epsilon_mu=10.0 if binding == "covariance" else 0.02, epsilon_sigma=0.01)
+    changes = bounds | dict(normalise_advantage=False)
     agent, *inputs = bandit(score, mean_i, cholesky_i, pairs(), **changes)
-    seen, mean, sigma = ascend(agent, *inputs)
+    metrics, mean, sigma = ascend(agent, *inputs)
 
     eta_mu, eta_sigma = agent.log_eta_mu.exp().item(), agent.log_eta_sigma.exp().item()
+    mu_relative = metrics["mpo/kl_mu_relative"].item()
+    sigma_relative = metrics["mpo/kl_sigma_relative"].item()
     if binding == "covariance":
-        assert seen["c_mu"].item() < epsilon_mu / 2 and eta_mu < 1e-3
+        assert mu_relative < 0.5 and eta_mu < 1e-3
         assert_close(mean, centre, 1e-2)
     else:
-        assert seen["c_mu"].item() == pytest.approx(epsilon_mu, rel=1e-2) and eta_mu > 0.1
+        assert mu_relative == pytest.approx(1, rel=1e-2) and eta_mu > 0.1
     if binding == "mean":
-        assert seen["c_sigma"].item() < epsilon_sigma / 2 and eta_sigma < 1e-3
+        assert sigma_relative < 0.5 and eta_sigma < 1e-3
         assert_close(sigma, cholesky_i @ cholesky_i.mT, 1e-6)
     else:
-        assert seen["c_sigma"].item() == pytest.approx(epsilon_sigma, rel=1e-2) and eta_sigma > 0.1
+        assert sigma_relative == pytest.approx(1, rel=1e-2) and eta_sigma > 0.1
     if binding == "both":
-        best_mean, best_sigma = constrained_optimum(centre, hessian, mean_i, cholesky_i, epsilon_mu, epsilon_sigma)
-        assert_close(mean, best_mean, 3e-3)
-        assert_close(sigma, best_sigma, 3e-3)
+        best = constrained_optimum(centre, hessian, mean_i, cholesky_i, **bounds)
+        assert_close(mean, best[0], 3e-3)
+        assert_close(sigma, best[1], 3e-3)
 
 
 def constrained_optimum(centre, hessian, mean_i, cholesky_i, epsilon_mu, epsilon_sigma):
@@ -368,33 +410,38 @@ def constrained_optimum(centre, hessian, mean_i, cholesky_i, epsilon_mu, epsilon
 
     def room(x):
         mean, sigma = unpack(x)
-        c_sigma = 0.5 * (np.trace(inverse_i @ sigma) - 2 - np.log(np.linalg.det(inverse_i @ sigma)))
-        return [epsilon_mu - 0.5 * (mean - mean_i) @ inverse_i @ (mean - mean_i), epsilon_sigma - c_sigma]
+        change, ratio = mean - mean_i, inverse_i @ sigma
+        c_sigma = 0.5 * (np.trace(ratio) - 2 - np.log(np.linalg.det(ratio)))
+        return [epsilon_mu - 0.5 * change @ inverse_i @ change, epsilon_sigma - c_sigma]
 
     start = [*mean_i, l_i[0, 0], l_i[1, 0], l_i[1, 1]]
+    bounds = {"type": "ineq", "fun": room}
     options = {"ftol": 1e-12, "maxiter": 500}
-    found = minimize(objective, start, method="SLSQP", constraints={"type": "ineq", "fun": room}, options=options)
+    found = minimize(objective, start, method="SLSQP", constraints=bounds, options=options)
     assert found.success
     return unpack(found.x)
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1e3])
-def test_with_the_advantage_in_standard_deviations_linear_q_of_any_scale_has_the_multiplier_of_the_bound(scale):
-    """mu - mu_i = Sigma_i w / (eta_mu |L^T w|), so C_mu = 1 / (2 eta_mu^2), which is epsilon_mu."""
+def test_in_standard_deviations_linear_q_of_any_scale_has_the_multiplier_of_the_bound(scale):
+    """mu - mu_i = Sigma_i w / (eta_mu |L^T w|), so C_mu = 1 / (2 eta_mu^2), that is epsilon_mu."""
     generator = numbers(9)
     (mean_i, cholesky_i), w = random_gaussian(generator), scale * normal(generator, 2)
-    agent, *inputs = bandit(linear(w), mean_i, cholesky_i, pairs(), epsilon_mu=0.1, epsilon_sigma=0.01)
-    seen, _, sigma = ascend(agent, *inputs)
-    assert seen["advantage_std"].item() == pytest.approx((cholesky_i.mT @ w).norm().item(), rel=1e-6)
-    assert seen["c_mu"].item() == pytest.approx(0.1, rel=1e-3)
+    bounds = dict(epsilon_mu=0.1, epsilon_sigma=0.01)
+    agent, *inputs = bandit(linear(w), mean_i, cholesky_i, pairs(), **bounds)
+    metrics, _, sigma = ascend(agent, *inputs)
+    std = (cholesky_i.mT @ w).norm().item()
+    assert metrics["mpo/advantage_std"].item() == pytest.approx(std, rel=1e-6)
+    assert metrics["mpo/kl_mu_relative"].item() == pytest.approx(1, rel=1e-3)
     assert agent.log_eta_mu.exp().item() == pytest.approx(1 / math.sqrt(2 * 0.1), rel=1e-3)
     assert_close(sigma, cholesky_i @ cholesky_i.mT, 1e-6)
 
 
-def test_without_bounds_the_entropy_bonus_ends_at_the_top_of_q_with_its_scale_over_h_for_covariance():
-    """E_q Q + alpha H(q) = const - 1/2 tr(H Sigma) + alpha/2 ln det Sigma has its top at Sigma = alpha H^-1."""
+def test_without_bounds_the_bonus_ends_at_the_top_of_q_with_its_scale_over_h_for_covariance():
+    """E_q Q + alpha H(q) = const - 1/2 tr(H Sigma) + alpha/2 ln det Sigma: top at alpha H^-1."""
     generator = numbers(10)
-    (mean_i, cholesky_i), centre, hessian = random_gaussian(generator), normal(generator, 2), random_hessian(generator)
+    mean_i, cholesky_i = random_gaussian(generator)
+    centre, hessian = normal(generator, 2), random_hessian(generator)
     changes = dict(constraint="entropy", entropy_scale=0.01)
     agent, *inputs = bandit(quadratic(centre, hessian), mean_i, cholesky_i, pairs(), **changes)
     _, mean, sigma = ascend(agent, *inputs)
@@ -402,102 +449,121 @@ def test_without_bounds_the_entropy_bonus_ends_at_the_top_of_q_with_its_scale_ov
     assert_close(sigma, 0.01 * hessian.inverse(), 1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------- the learner
+# ---- The learner.
 def learner(**changes):
-    args = small_args(script, **(dict(batch_size=len(LENGTHS), epsilon_mu=0.05, epsilon_sigma=0.02) | changes))
+    defaults = dict(batch_size=len(LENGTHS), epsilon_mu=0.05, epsilon_sigma=0.02)
+    args = small_args(script, **(defaults | changes))
     agent = small_agent(script, args)
     batch, _ = random_batch(script, args, agent, LENGTHS, TERMINATED)
     shape = (*batch.state.shape[:2], max(args.num_samples, 2), ACTION_SIZE)
-    return args, agent, batch, normal(numbers(1), *shape)
+    return agent, batch, normal(numbers(1), *shape), args
 
 
-@gradients
+def losses_of(*inputs):
+    return script.parametric_losses(*inputs)[0]
+
+
+REACHED = {"critic": "critic.", "policy": "policy.", "multipliers": "log_eta_"}
+
+
 @constraints
-@pytest.mark.parametrize("loss, reached", [*enumerate(["critic.", "policy.", "log_eta_"])])
-def test_each_loss_reaches_its_own_parameters_and_no_others(gradient, constraint, loss, reached):
-    args, agent, batch, noise = learner(gradient=gradient, constraint=constraint)
-    value = script.parametric_losses(agent, batch, noise, args)[loss]
-    if loss == 2 and constraint == "entropy":
+@pytest.mark.parametrize("loss", REACHED)
+def test_each_loss_reaches_its_own_parameters_and_no_others(constraint, loss):
+    agent, *inputs = learner(constraint=constraint)
+    value = losses_of(agent, *inputs)[loss]
+    if loss == "multipliers" and constraint == "entropy":
         assert value.item() == 0 and not value.requires_grad  # there is nothing to multiply
         return
     value.backward()
     for name, parameter in agent.named_parameters():
         gradient = 0.0 if parameter.grad is None else parameter.grad.abs().max().item()
-        assert (gradient > 0) == name.startswith(reached), name
+        assert (gradient > 0) == name.startswith(REACHED[loss]), name
 
 
 def test_each_multiplier_moves_by_what_its_own_bound_leaves_over():
-    args, agent, batch, noise = learner()
-    _, _, loss, seen = script.parametric_losses(agent, batch, noise, args)
-    loss.backward()
-    for name, left_over in (("mu", args.epsilon_mu - seen["c_mu"]), ("sigma", args.epsilon_sigma - seen["c_sigma"])):
-        log_multiplier = getattr(agent, f"log_eta_{name}")
-        assert log_multiplier.grad.item() == pytest.approx((log_multiplier.exp() * left_over).item(), rel=1e-9)
+    agent, batch, noise, args = learner()
+    losses, metrics = script.parametric_losses(agent, batch, noise, args)
+    losses["multipliers"].backward()
+    c_mu, c_sigma = bounded(metrics, args)
+    for log_eta, left_over in (
+        (agent.log_eta_mu, args.epsilon_mu - c_mu),
+        (agent.log_eta_sigma, args.epsilon_sigma - c_sigma),
+    ):
+        assert log_eta.grad.item() == pytest.approx(log_eta.exp().item() * left_over, rel=1e-9)
 
 
 @constraints
 def test_retrace_evaluates_the_current_policy_and_the_target_policy_has_no_part_in_it(constraint):
-    args, agent, batch, noise = learner(constraint=constraint)
-    before = script.parametric_losses(agent, batch, noise, args)
+    agent, *inputs = learner(constraint=constraint)
+    before = losses_of(agent, *inputs)
     agent.target_policy.mean.bias.data += 0.1
-    after = script.parametric_losses(agent, batch, noise, args)
-    assert torch.equal(before[0], after[0])
-    assert torch.equal(before[1], after[1]) == (constraint == "entropy")  # which also has no use for it anywhere else
+    after = losses_of(agent, *inputs)
+    assert torch.equal(before["critic"], after["critic"])
+    unmoved = torch.equal(before["policy"], after["policy"])
+    assert unmoved == (constraint == "entropy")  # which has no use for it anywhere else either
     agent.policy.mean.bias.data += 0.1
-    assert not torch.equal(after[0], script.parametric_losses(agent, batch, noise, args)[0])
+    assert not torch.equal(after["critic"], losses_of(agent, *inputs)["critic"])
 
 
 def test_v_keeps_all_its_samples_where_the_gradient_has_a_single_one():
-    args, agent, batch, noise = learner()
+    agent, batch, noise, args = learner()
     single = dataclasses.replace(args, policy_samples=1)
-    critic, policy, *_ = script.parametric_losses(agent, batch, noise, args)
-    critic_1, policy_1, *_ = script.parametric_losses(agent, batch, noise, single)
-    assert torch.equal(critic, critic_1) and not torch.equal(policy, policy_1)
+    of_all, of_one = (losses_of(agent, batch, noise, x) for x in (args, single))
+    assert torch.equal(of_all["critic"], of_one["critic"])
+    assert not torch.equal(of_all["policy"], of_one["policy"])
     noise[..., -1, :] += 1  # V and the baseline see the last action, the gradient's log q does not
-    assert not torch.equal(critic, script.parametric_losses(agent, batch, noise, single)[0])
+    moved = losses_of(agent, batch, noise, single)
+    assert not torch.equal(of_all["critic"], moved["critic"])
 
 
-@gradients
 @pytest.mark.parametrize("normalise", [True, False])
-def test_the_normalised_gradient_does_not_feel_the_scale_of_the_reward(gradient, normalise):
-    args, agent, batch, noise = learner(normalise_advantage=normalise, gradient=gradient)
+def test_the_normalised_gradient_does_not_feel_the_scale_of_the_reward(normalise):
+    agent, *inputs = learner(normalise_advantage=normalise)
     agent.target_policy.load_state_dict(agent.policy.state_dict())  # no gradient of the bounds
     found = []
     for factor in (1, 1000):
         agent.target_critic.value.weight.data *= factor
-        loss = script.parametric_losses(agent, batch, noise, args)[1]
-        found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(agent.policy.parameters()))]))
+        loss = losses_of(agent, *inputs)["policy"]
+        gradients = torch.autograd.grad(loss, list(agent.policy.parameters()))
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
     assert_close(found[1], found[0] * (1 if normalise else 1000), 1e-8)
 
 
 def test_a_critic_that_tells_nothing_apart_moves_nothing_and_stays_finite():
-    args, agent, batch, noise = learner()
+    agent, *inputs = learner()
     agent.target_policy.load_state_dict(agent.policy.state_dict())
     agent.target_critic.value.weight.data.zero_()
-    loss = script.parametric_losses(agent, batch, noise, args)[1]
+    loss = losses_of(agent, *inputs)["policy"]
     for gradient in torch.autograd.grad(loss, list(agent.policy.parameters())):
         assert gradient.abs().max() < 1e-9
 
 
 def test_the_m_step_is_an_exact_copy():
-    args, agent, batch, noise = learner()
-    optimiser = torch.optim.Adam([p for p in agent.parameters() if p.requires_grad], lr=0.01)
+    """theta_{i+1} = theta^q. That main does it is test_each_target_is_copied_at_its_own_period."""
+    agent, batch, noise, args = learner()
+    learned = [p for p in agent.parameters() if p.requires_grad]
+    optimiser = torch.optim.Adam(learned, lr=0.01)
     for _ in range(3):
-        seen = script.update(agent, optimiser, script.parametric_losses, batch, noise, args)[1]
-    assert seen["c_mu"] > 0 and seen["c_sigma"] > 0
-    agent.copy_targets()  # theta_{i+1} = theta^q
+        losses, metrics = script.parametric_losses(agent, batch, noise, args)
+        script.gradient_step(agent, optimiser, losses, args)
+    assert all(c > 0 for c in bounded(metrics, args))
+    agent.target_policy.load_state_dict(agent.policy.state_dict())
     for theta, theta_i in zip(agent.policy.parameters(), agent.target_policy.parameters()):
         assert torch.equal(theta, theta_i)
     state = normal(numbers(11), 50, STATE_SIZE)
     (mean, cholesky), (mean_i, cholesky_i) = agent.policy(state), agent.target_policy(state)
     assert torch.equal(mean, mean_i) and torch.equal(cholesky, cholesky_i)
-    seen = script.parametric_losses(agent, batch, noise, args)[3]
-    assert seen["c_mu"] < 1e-20 and abs(seen["c_sigma"]) < 1e-12
+    c_mu, c_sigma = bounded(script.parametric_losses(agent, batch, noise, args)[1], args)
+    assert c_mu < 1e-20 and abs(c_sigma) < 1e-12
 
 
-# ----------------------------------------------------------------------------------------- a slow second implementation
+# ---- A slow second implementation.
 def slow_losses(agent, batch, noise, args):
-    """Algorithm 3 state by state: densities by scipy, inverses, determinants, double sums."""
+    """Algorithm 3 state by state: densities by scipy, inverses, determinants, double sums.
+
+    The three losses, and the traces.
+    """
+    lengths = valid(batch).sum(1).tolist()
     batch = type(batch)(*(x.numpy() for x in batch))
 
     def gaussian(network, s):
@@ -515,98 +581,112 @@ def slow_losses(agent, batch, noise, args):
         actions = [mean + cholesky @ z_m for z_m in z.numpy()]
         return actions, [score(agent.target_critic, s, a) for a in actions]
 
+    def trace(b, k):
+        mean, _, sigma = gaussian(agent.policy, batch.state[b, k])
+        log_q = log_density(batch.action[b, k], mean, sigma)
+        return min(1, math.exp(log_q - batch.behaviour_log_prob[b, k]))
+
     used = args.policy_samples or args.num_samples
-    errors, improvements, variances, c_mus, c_sigmas, bonuses = [], [], [], [], [], []
-    for b, steps in enumerate(batch.valid.sum(1).astype(int)):
+    errors, traces, improvements, variances, c_mus, c_sigmas, bonuses = [], [], [], [], [], [], []
+    for b, steps in enumerate(lengths):
         s, a = batch.state[b], batch.action[b]
+        traces += [trace(b, k) for k in range(1, steps)]
         for t in range(steps):
             target = score(agent.target_critic, s[t], a[t])
             for j in range(t, steps):
-                c = 1.0
-                for k in range(t + 1, j + 1):
-                    mean, _, sigma = gaussian(agent.policy, s[k])
-                    c *= min(1, math.exp(log_density(a[k], mean, sigma) - batch.behaviour_log_prob[b, k]))
+                c = math.prod(trace(b, k) for k in range(t + 1, j + 1))
                 value = np.mean(scored(s[j + 1], noise[b, j + 1])[1][: args.num_samples])
                 value = 0.0 if batch.terminated[b, j] else value
-                delta = batch.reward[b, j] + args.gamma * value - score(agent.target_critic, s[j], a[j])
+                delta = batch.reward[b, j] + args.gamma * value
+                delta -= score(agent.target_critic, s[j], a[j])
                 target += args.gamma ** (j - t) * c * delta
             errors.append((score(agent.critic, s[t], a[t]) - target) ** 2)
 
         for t in range(steps + 1):
             if t > 0 and batch.terminated[b, t - 1]:
                 continue  # nobody acts in a terminal state
-            (mean_i, _, sigma_i), (mean, _, sigma) = (gaussian(x, s[t]) for x in (agent.target_policy, agent.policy))
+            mean_i, _, sigma_i = gaussian(agent.target_policy, s[t])
+            mean, _, sigma = gaussian(agent.policy, s[t])
             actions, scores = scored(s[t], noise[b, t])
             advantage = [x - np.mean(scores[:m] + scores[m + 1 :]) for m, x in enumerate(scores)]
             variances.append(np.var(scores, ddof=1))
-            if args.gradient == "likelihood-ratio":
-                terms = [advantage[m] * log_density(actions[m], mean, sigma) for m in range(used)]
-            else:
-                terms = scores[:used]
-            improvements.append(np.mean(terms))
+            log_q = [log_density(action, mean, sigma) for action in actions]
+            improvements.append(np.mean([advantage[m] * log_q[m] for m in range(used)]))
             inverse, change = np.linalg.inv(sigma_i), mean - mean_i
             c_mus.append(0.5 * change @ inverse @ change)
             log_ratio = math.log(np.linalg.det(sigma_i) / np.linalg.det(sigma))
             c_sigmas.append(0.5 * (np.trace(inverse @ sigma) - len(mean) + log_ratio))
             minors = [1.0, *(np.linalg.det(sigma[:i, :i]) for i in range(1, len(mean) + 1))]
-            conditional = [0.5 * math.log(2 * math.pi * math.e * x / y) for x, y in zip(minors[1:], minors)]
+            ratios = [x / y for x, y in zip(minors[1:], minors)]
+            conditional = [0.5 * math.log(2 * math.pi * math.e * x) for x in ratios]
             bonuses.append(sum(min(x, math.log(2)) for x in conditional))
 
     critic_loss, improvement = np.mean(errors), np.mean(improvements)
     if args.constraint == "entropy":
-        return critic_loss, -(improvement + args.entropy_scale * np.mean(bonuses)), 0.0
+        bonus = args.entropy_scale * np.mean(bonuses)
+        return [critic_loss, -(improvement + bonus), 0.0], traces
     if args.normalise_advantage:
         improvement = improvement / math.sqrt(np.mean(variances))
     eta_mu, eta_sigma = agent.log_eta_mu.exp().item(), agent.log_eta_sigma.exp().item()
-    bounds = eta_mu * (args.epsilon_mu - np.mean(c_mus)) + eta_sigma * (args.epsilon_sigma - np.mean(c_sigmas))
-    return critic_loss, -(improvement + bounds), bounds
+    bounds = eta_mu * (args.epsilon_mu - np.mean(c_mus))
+    bounds += eta_sigma * (args.epsilon_sigma - np.mean(c_sigmas))
+    return [critic_loss, -(improvement + bounds), bounds], traces
 
 
 MODES = {
     "default": {},
     "paper": dict(normalise_advantage=False),
-    "reparameterised": dict(gradient="reparameterised"),
     "EPG": dict(constraint="entropy"),
-    "EPG reparameterised": dict(constraint="entropy", gradient="reparameterised"),
     "actor-critic": dict(constraint="entropy", policy_samples=1),
     "one sample": dict(num_samples=1),
-    "two of four samples": dict(policy_samples=2, gradient="reparameterised"),
+    "two of four samples": dict(policy_samples=2),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_three_losses_are_those_of_a_slow_second_implementation(mode):
-    args, agent, batch, noise = learner(gamma=0.9, entropy_scale=0.2, **MODES[mode])
-    fast = script.parametric_losses(agent, batch, noise, args)
-    slow = slow_losses(agent, batch, noise, args)
-    assert [x.item() for x in fast[:3]] == pytest.approx(slow, rel=1e-9)
-    trace = fast[3]["trace"][batch.valid[:, 1:] > 0]
-    assert (trace == 1).any() and ((trace > 0.1) & (trace < 0.9)).any()  # clipped and unclipped traces were both there
+    inputs = learner(gamma=0.9, entropy_scale=0.2, **MODES[mode])
+    losses, metrics = script.parametric_losses(*inputs)
+    slow, traces = slow_losses(*inputs)
+    assert [x.item() for x in losses.values()] == pytest.approx(slow, rel=1e-9)
+    assert metrics["mpo/trace"].item() == pytest.approx(np.mean(traces), rel=1e-9)
+    # clipped and unclipped traces were both there
+    assert 1 in traces and any(0.1 < c < 0.9 for c in traces)
 
 
-# --------------------------------------------------------------------------------------------------------- its settings
+# ---- Its settings.
 def test_paper_restores_what_the_paper_prints_for_the_parametric_variant():
-    args = script.resolve(script.Args(paper=True))
-    printed = dict(policy_layers=(100, 100), critic_layers=(200, 200), epsilon_mu=0.1, epsilon_sigma=1e-4, gamma=0.99)
-    printed |= dict(learning_rate=5e-4, target_period=1000, constraint="kl", gradient="likelihood-ratio")
-    printed |= dict(normalise_advantage=False, covariance="full")
+    args = script.parse_args(["--paper"])
+    printed = dict(policy_layers=(100, 100), critic_layers=(200, 200), gamma=0.99)
+    printed |= dict(epsilon_mu=0.1, epsilon_sigma=1e-4, constraint="kl", covariance="full")
+    printed |= dict(learning_rate=5e-4, policy_learning_rate=5e-4, normalise_advantage=False)
+    printed |= dict(target_period=1000, policy_period=1000)
     assert {name: getattr(args, name) for name in printed} == printed
 
 
-def test_more_actions_in_the_gradient_than_are_sampled_are_refused_in_one_sentence(capsys):
-    script.validate_samples(script.Args(num_samples=20, policy_samples=20))
-    with pytest.raises(SystemExit) as stopped:
-        script.validate_samples(script.Args(num_samples=20, policy_samples=21))
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2
-    assert sentence.endswith("--policy-samples must be at most --num-samples, not 21 with 20.")
+def test_help_says_which_target_each_period_copies(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        script.parse_args(["--help"])
+    words = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    for flag, network in (("--target-period", "critic"), ("--policy-period", "policy")):
+        sentence = re.search(f"{flag} INT (.*?) --", words)[1]
+        assert f"copies of the target {network}" in sentence
+
+
+def test_more_actions_in_the_gradient_than_are_sampled_are_refused_in_one_sentence(tmp_path):
+    most = TINY["num_samples"]
+    refused = run(script, tiny(run_dir="run", policy_samples=most + 1), tmp_path)
+    assert refused.returncode == 2 and not (tmp_path / "run").exists()
+    expected = f"--policy-samples must be at most --num-samples, {most}."
+    assert one_sentence(refused).endswith(expected)
 
 
 ABLATIONS = {
     "EPG + Retrace": dict(constraint="entropy"),
     "actor-critic + Retrace": dict(constraint="entropy", policy_samples=1),
     "one sample under the constraint": dict(num_samples=1),
-    "the action-value gradient": dict(gradient="reparameterised"),
+    "all samples, by their number": dict(policy_samples=TINY["num_samples"]),
     "as printed": dict(paper=True),
 }
 
@@ -616,18 +696,25 @@ def test_each_ablation_trains_from_the_command_line(name, tmp_path):
     train(script, tiny(run_dir="run", **ABLATIONS[name]), tmp_path)
     table = rows(tmp_path / "run")
     moved = {row["mpo/eta_mu"] for row in table} != {"1.0"}
-    assert len(table) == 3 and moved == ("Retrace" not in name)  # without a constraint there is nothing to multiply
+    assert len(table) == 3
+    assert moved == ("Retrace" not in name)  # without a constraint there is nothing to multiply
     assert all(math.isfinite(float(row["losses/policy"])) for row in table)
 
 
 def test_each_target_is_copied_at_its_own_period(tmp_path):
     never = 10**6
-    for kept, copied, periods in (("policy", "critic", (never, 1)), ("critic", "policy", (1, never))):
-        words = tiny(policy_period=periods[0], target_period=periods[1], run_dir=kept, total_timesteps=150)
-        train(script, words, tmp_path)
+    for kept, copied, periods in (
+        ("policy", "critic", dict(policy_period=never, target_period=1)),
+        ("critic", "policy", dict(policy_period=1, target_period=never)),
+    ):
+        train(script, tiny(run_dir=kept, total_timesteps=150, **periods), tmp_path)
         agent = torch.load(tmp_path / kept / "checkpoint.pt", weights_only=True)["agent"]
         equal = {
-            name: all(torch.equal(agent[key], agent[f"target_{key}"]) for key in agent if key.startswith(f"{name}."))
+            name: all(
+                torch.equal(agent[key], agent[f"target_{key}"])
+                for key in agent
+                if key.startswith(f"{name}.")
+            )
             for name in (kept, copied)
         }
         assert equal == {kept: False, copied: True}
