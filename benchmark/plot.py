@@ -1,9 +1,10 @@
-"""Draw the learning curve and the diagnostics of one or several runs, one colour per run, as a PNG.
+"""Draw the learning curve and the diagnostics of one or several runs, a colour each, as a PNG.
 
     python benchmark/plot.py runs/FOLDER [runs/OTHER ...] --output plot.png
 
-Reads each folder's progress.csv and args.json, also while the run is still going. docs/metrics.md says what each
-quantity means and when to worry. A metric that a script does not log is left out; one unknown here gets its own panel.
+Reads each folder's progress.csv and args.json, also while the run is still going. docs/metrics.md
+says what each quantity means and when to worry. A metric that a script does not log is left out;
+one unknown here gets its own panel.
 """
 
 import argparse
@@ -22,17 +23,16 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator
 
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito's
-NOT_SETTINGS = "env_id seed run_dir resume evaluate total_timesteps eval_every eval_episodes checkpoint_every "
-NOT_SETTINGS += (
-    "save_model capture_video track threads paper"  # what does not change how a run learns, or is shown anyway
-)
+# Okabe and Ito's
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+# what does not change how a run learns, or is shown anyway
+NOT_SETTINGS = "env_id seed run_dir resume evaluate total_timesteps eval_every eval_episodes "
+NOT_SETTINGS += "capture_video threads compile paper"
 
 
 class Panel(NamedTuple):
     title: str
     lines: tuple[str, ...]  # columns of progress.csv, each with the next of STYLES
-    band: tuple[str, ...] = ()  # lowest and highest, shaded between
     scale: str = "linear"
     level: float | None = None  # a horizontal line: the bound, the ideal
     names: tuple[str, ...] = ()  # of the lines, where there are several
@@ -47,19 +47,18 @@ PANELS = [
     Panel("KL(q‖π_i) / ε, realised", ("mpo/kl_q_relative",), scale="log", level=1),
     Panel("C_μ / ε_μ, change of the mean", ("mpo/kl_mu_relative",), scale="log", level=1),
     Panel("C_Σ / ε_Σ, change of the covariance", ("mpo/kl_sigma_relative",), scale="log", level=1),
-    Panel("effective samples of M", ("mpo/effective_samples",)),
     Panel("trace coefficient c", ("mpo/trace",)),
-    Panel("standard deviation: mean, range", ("mpo/std_mean",), band=("mpo/std_min", "mpo/std_max")),
+    Panel("standard deviation", ("mpo/std_mean", "mpo/std_max"), names=("mean", "largest")),
     Panel("entropy of π", ("mpo/entropy",)),
-    Panel("share of means outside [-1, 1]", ("mpo/mean_outside",)),
-    Panel("Q: mean, range", ("mpo/q_mean",), band=("mpo/q_min", "mpo/q_max")),
-    Panel("Retrace targets: range", ("mpo/target_max", "mpo/target_min"), band=("mpo/target_min", "mpo/target_max")),
-    Panel("std of Q' over sampled actions", ("mpo/q_std_over_actions",), scale="log"),
+    Panel("Q", ("mpo/q_mean", "mpo/q_max"), names=("mean", "largest")),
     Panel("critic loss", ("losses/critic",), scale="log"),
     Panel("policy loss", ("losses/policy",), scale="symlog"),
     Panel("multiplier loss", ("losses/multipliers",), scale="symlog"),
     Panel(
-        "gradient norm", ("losses/critic_gradient", "losses/policy_gradient"), scale="log", names=("critic", "policy")
+        "gradient norm",
+        ("losses/critic_gradient", "losses/policy_gradient"),
+        scale="log",
+        names=("critic", "policy"),
     ),
     Panel("environment steps per second", ("charts/SPS",), scale="log"),
 ]
@@ -73,7 +72,8 @@ class Run(NamedTuple):
     def points(self, name):
         """Steps and values where this metric was logged."""
         pairs = zip(self.columns["global_step"], self.columns.get(name, []))
-        return tuple(zip(*((step, value) for step, value in pairs if math.isfinite(value)))) or ((), ())
+        logged = [(step, value) for step, value in pairs if math.isfinite(value)]
+        return tuple(zip(*logged)) or ((), ())
 
 
 def refuse(sentence):
@@ -95,18 +95,22 @@ def read_run(folder):
     try:
         args = json.loads((folder / "args.json").read_text())
         with open(folder / "progress.csv", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if math.isfinite(number(row.get("global_step")))]
+            rows = list(csv.DictReader(file))
     except (OSError, ValueError, csv.Error) as error:
         refuse(f"{folder} does not read as a run ({error}).")
+    rows = [row for row in rows if math.isfinite(number(row.get("global_step")))]
     if not rows:
         refuse(f"{folder} has logged nothing yet; try again after its first episode.")
-    return Run(folder, args, {name: [number(row[name]) for row in rows] for name in rows[0] if name})
+    columns = {name: [number(row[name]) for row in rows] for name in rows[0] if name}
+    return Run(folder, args, columns)
 
 
 def labels(runs):
-    """Task, seed and the settings in which the runs differ; the folder's name where that does not tell them apart."""
+    """Task, seed and the settings in which the runs differ; the folder's name if that is alike."""
     settings = {name for run in runs for name in run.args} - set(NOT_SETTINGS.split())
-    values = {name: {json.dumps(run.args[name]) for run in runs if name in run.args} for name in settings}
+    values = {
+        name: {json.dumps(run.args[name]) for run in runs if name in run.args} for name in settings
+    }
     differing = sorted(name for name in settings if len(values[name]) > 1)
     texts = []
     for run in runs:
@@ -114,7 +118,10 @@ def labels(runs):
         parts += [f"seed {run.args.get('seed', '?')}"]
         parts += [f"{name} {shown(run.args[name])}" for name in differing if name in run.args]
         texts.append(", ".join(parts))
-    return [f"{text} ({run.folder.name})" if texts.count(text) > 1 else text for run, text in zip(runs, texts)]
+    return [
+        f"{text} ({run.folder.name})" if texts.count(text) > 1 else text
+        for run, text in zip(runs, texts)
+    ]
 
 
 def shown(value):
@@ -122,30 +129,36 @@ def shown(value):
 
 
 def draw_returns(axes, runs, colours):
-    """Training return thin, evaluation of the mean action thick: they may differ much, as exploration costs return."""
+    """Training return thin, evaluation thick: they may differ much, as exploration costs return."""
     for run, colour in zip(runs, colours):
         axes.plot(*run.points(RETURN[0]), color=colour, linewidth=0.8, alpha=0.6)
         axes.plot(*run.points(RETURN[1]), color=colour, linewidth=2, marker="o", markersize=4)
     axes.set_title("return per episode", fontsize=11)
     thin = Line2D([], [], color="grey", linewidth=0.8, label="in training")
-    thick = Line2D([], [], color="grey", linewidth=2, marker="o", markersize=4, label="evaluation, mean action")
+    label = f"evaluation, {' or '.join(dict.fromkeys(map(evaluated_action, runs)))}"
+    thick = Line2D([], [], color="grey", linewidth=2, marker="o", markersize=4, label=label)
     axes.legend(handles=[thin, thick], loc="best", fontsize=8, frameon=False)
+
+
+def evaluated_action(run):
+    """What a script acts with when evaluated, told by a setting that only such a script has."""
+    if "algorithm" in run.args:
+        return "deterministic action"  # benchmark/baselines.py
+    return "mean action" if "epsilon_mu" in run.args else "most probable action"
 
 
 def draw_panel(axes, panel, runs, colours):
     for run, colour in zip(runs, colours):
-        if panel.band:
-            (steps, low), (_, high) = (run.points(name) for name in panel.band)
-            if len(low) == len(high):
-                axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
         for name, style in zip(panel.lines, STYLES if panel.names else ["-"] * len(panel.lines)):
             steps, values = run.points(name)
-            axes.plot(steps, values, style, color=colour, linewidth=1.2, marker="." if len(steps) == 1 else None)
+            marker = "." if len(steps) == 1 else None
+            axes.plot(steps, values, style, color=colour, linewidth=1.2, marker=marker)
     if panel.level is not None:
         axes.axhline(panel.level, color="black", linewidth=0.8, linestyle=(0, (4, 3)))
     drawn = [value for line in axes.lines for value in line.get_ydata()]
     typical = statistics.median(map(abs, drawn))
-    if panel.scale == "symlog" and max(map(abs, drawn)) > 10 * typical > 0:  # a spike would flatten the rest
+    spike = max(map(abs, drawn)) > 10 * typical > 0  # it would flatten the rest
+    if panel.scale == "symlog" and spike:
         axes.set_yscale("symlog", linthresh=3 * typical)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if panel.scale == "log" and max(drawn) > 10 * min(drawn) > 0:
@@ -155,21 +168,31 @@ def draw_panel(axes, panel, runs, colours):
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.minorticks_off()
     if panel.names:
-        keys = [Line2D([], [], color="grey", linestyle=style, label=name) for name, style in zip(panel.names, STYLES)]
+        keys = [
+            Line2D([], [], color="grey", linestyle=style, label=name)
+            for name, style in zip(panel.names, STYLES)
+        ]
         axes.legend(handles=keys, loc="best", fontsize=8, frameon=False)
     axes.set_title(panel.title, fontsize=9)
 
 
 def draw(runs):
-    """The figure: the learning curve over two columns and two rows, then every panel that has data, four in a row."""
-    known = {name for panel in PANELS for name in (*panel.lines, *panel.band)}
-    logged = list(dict.fromkeys(name for run in runs for name in run.columns if run.points(name)[0]))
-    extra = [Panel(name, (name,)) for name in logged if name.startswith(("mpo/", "losses/")) and name not in known]
+    """The learning curve, two panels wide and high, then every panel that has data, four a row."""
+    known = {name for panel in PANELS for name in panel.lines}
+    logged = list(
+        dict.fromkeys(name for run in runs for name in run.columns if run.points(name)[0])
+    )
+    extra = [
+        Panel(name, (name,))
+        for name in logged
+        if name.startswith(("mpo/", "losses/")) and name not in known
+    ]
     panels = [panel for panel in PANELS + extra if set(panel.lines) & set(logged)]
     many = [matplotlib.colormaps["cividis"](i / max(len(runs) - 1, 1)) for i in range(len(runs))]
     colours = COLOURS[: len(runs)] if len(runs) <= len(COLOURS) else many
 
-    cells = [(row, column) for row in range(99) for column in range(4) if row > 1 or column > 1][: len(panels)]
+    free = [(row, column) for row in range(99) for column in range(4) if max(row, column) > 1]
+    cells = free[: len(panels)]
     rows = max([2, *(row + 1 for row, _ in cells)])
     legend_height = 0.22 * len(runs) + 0.2
     figure = plt.figure(figsize=(14, 2.2 * rows + legend_height), layout="constrained")
@@ -185,7 +208,9 @@ def draw(runs):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     figure.axes[0].set_xlabel("environment steps")
-    handles = [Line2D([], [], color=c, linewidth=2.5, label=text) for c, text in zip(colours, labels(runs))]
+    handles = [
+        Line2D([], [], color=c, linewidth=2.5, label=text) for c, text in zip(colours, labels(runs))
+    ]
     figure.legend(handles=handles, loc="outside upper left", fontsize=10, frameon=False)
     return figure
 
@@ -193,7 +218,12 @@ def draw(runs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
-    parser.add_argument("--output", type=Path, default=Path("plot.png"), help="the file to write (default: plot.png)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("plot.png"),
+        help="the file to write (default: plot.png)",
+    )
     options = parser.parse_args()
     figure = draw([read_run(folder) for folder in options.run_dirs])
     try:

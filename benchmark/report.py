@@ -1,12 +1,12 @@
-"""Draw every figure and write every table of benchmark/README.md from the CSVs in benchmark/results.
+"""Draw the figures and write the tables of benchmark/README.md, from the CSVs in results/.
 
-    python benchmark/report.py                      figures and README.md
-    python benchmark/report.py --tables             README.md only
-    python benchmark/report.py --untracked --output /tmp/preview        with the CSVs that are not added to git yet
+    python benchmark/report.py                      figures, README.md, RUNS.md
+    python benchmark/report.py --tables             README.md and RUNS.md only
+    python benchmark/report.py --untracked --output /tmp/preview    CSVs not added to git yet, too
 
-What was not run is shown as missing; each figure and table says how many tasks and seeds it rests on. Nothing is left
-out: a CSV that git knows is in the list of runs at the end of README.md, and in every figure it belongs to.
-Needs matplotlib and scipy: pip install -c constraints.txt -e '.[benchmark]'.
+Each figure and table says how many tasks and seeds it rests on; a section whose runs do not exist
+is left out. Of the runs nothing is left out: a CSV that git knows is in RUNS.md, and in every
+figure and table that it belongs to. Needs matplotlib and scipy.
 """
 
 import argparse
@@ -28,55 +28,79 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from scipy.stats import trim_mean
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE / "studies")]
 from run import TASKS, read_result  # noqa: E402
 from sensitivity import BASE_LABEL, FACTORS, SETTINGS  # noqa: E402
 
-MARKS = (50_000, 100_000, 250_000, 500_000)
-WINDOW = 25_000  # a training return is the mean over so many steps before a mark, as in the published figures
+MARK = 100_000  # environment steps of the main table
+LONG = (250_000, 500_000)  # of the longer runs
+WINDOW = 25_000  # a training return is the mean over so many steps, as in the published figures
 SUITE = TASKS["dmc18"].split()
+DOMAINS = [task for task in TASKS["paper15"].split() if task not in SUITE]  # the paper's others
+GOALS = {"walker-walk": 900, "cheetah-run": 400, "cartpole-swingup": 800, "reacher-hard": 800}
+HIGH = ("humanoid", "benchmark.parkour")  # how the names of these tasks begin
 REPETITIONS = 2000  # of the bootstrap
 MISSING = "–"
+HOWS = {"training": "train_return", "evaluation": "eval_return"}  # and their columns
 
 
 class Algorithm(NamedTuple):
+    """How it is drawn, everywhere alike; colours are Okabe and Ito's, told apart by most eyes."""
+
     name: str
-    colour: str  # Okabe and Ito's, which tell apart in every common colour blindness; the marker tells apart without
+    colour: str
     marker: str
     what: str = ""
 
 
-# The folder of results/ and how it is drawn, everywhere alike.
+# The folder of results/ in which an algorithm is.
 OURS = {
     "mpo_continuous": Algorithm("MPO", "#0072B2", "o", "`mpo_continuous.py`, defaults"),
     "mpo_parametric": Algorithm("MPO, parametric", "#D55E00", "s", "`mpo_parametric.py`, defaults"),
-    "mpo_parametric-epg": Algorithm("EPG + Retrace", "#009E73", "^", "`mpo_parametric.py --constraint entropy`"),
-    "mpo_parametric-actor-critic": Algorithm(
-        "actor-critic + Retrace", "#CC79A7", "v", "`mpo_parametric.py --constraint entropy --policy-samples 1`"
+    "mpo_parametric-epg": Algorithm(
+        "EPG + Retrace", "#009E73", "^", "`mpo_parametric.py --constraint entropy`"
     ),
+    "mpo_parametric-actor-critic": Algorithm(
+        "actor-critic + Retrace",
+        "#CC79A7",
+        "v",
+        "`mpo_parametric.py --constraint entropy --policy-samples 1`",
+    ),
+    "mpo_distributed": Algorithm("MPO, workers", "#56B4E9", "h", "`mpo_distributed.py`, torchrun"),
     "sac": Algorithm("SAC", "#E69F00", "D", "stable-baselines3, its defaults"),
-    "td3": Algorithm("TD3", "#56B4E9", "P", "stable-baselines3, its defaults; Gaussian exploration noise 0.1"),
+    "td3": Algorithm("TD3", "#F0E442", "P", "stable-baselines3, its defaults; noise 0.1"),
     "ddpg": Algorithm(
         "DDPG",
         "#777777",
         "p",
-        "stable-baselines3 with the paper's networks (100-100, 200-200) and Adam at 5e-4; exploration noise 0.1",
+        "stable-baselines3, the paper's networks and Adam at 5e-4; noise 0.1",
     ),
-    "ppo": Algorithm("PPO", "#000000", "X", "stable-baselines3 with the paper's networks and Adam at 5e-4"),
+    "ppo": Algorithm(
+        "PPO", "#000000", "X", "stable-baselines3, the paper's networks and Adam at 5e-4"
+    ),
     "mpo_atari": Algorithm("MPO, discrete", "#0072B2", "o", "`mpo_atari.py`, defaults"),
 }
 ABLATION = [label for label in OURS if label.startswith(("mpo_continuous", "mpo_parametric"))]
 BASELINES = ["mpo_continuous", "sac", "td3", "ddpg", "ppo"]
 DISCRETE = ["mpo_atari"]
+TIMED = [*BASELINES, "mpo_parametric"]
+# Which of the published figures are drawn, beside returns of their kind; the tables have all.
 PUBLISHED = {
-    "MPO": Algorithm("MPO, published", "#0072B2", "d"),
-    "DreamerV3": Algorithm("DreamerV3, published", "#882255", "*"),
-}  # those that are drawn; the tables have all of published.csv
-FRONT = ("<!-- benchmark/report.py writes this table -->", "<!-- up to here -->")  # in the project's README
+    "training": {
+        "MPO": Algorithm("MPO, published", "#0072B2", "d"),
+        "DreamerV3": Algorithm("DreamerV3, published", "#882255", "*"),
+    },
+    "evaluation": {
+        "SAC": Algorithm("SAC, published", "#E69F00", "d"),
+        "DreamerV3": Algorithm("DreamerV3, published", "#882255", "*"),
+        "TD-MPC2": Algorithm("TD-MPC2, published", "#117733", "H"),
+    },
+}
+FRONT = ("<!-- results -->", "<!-- end of results -->")  # in the project's README
+FRONT_TASKS = {*TASKS["core6"].split(), "pendulum-swingup", "finger-spin", "ball_in_cup-catch"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The data: runs[label][task][seed], and published[algorithm][task][mark].
+# ---- The data: runs[label][task][seed], and published[how][algorithm][task][mark].
 class Run(NamedTuple):
     path: Path
     head: dict
@@ -86,30 +110,44 @@ class Run(NamedTuple):
     def steps(self):
         return self.rows[-1]["env_steps"]
 
+    @property
+    def minutes(self):
+        return self.rows[-1]["seconds"] / 60
+
     def training(self, mark):
-        """Mean training return over the WINDOW before a mark; None if the run did not come so far."""
-        values = [row["train_return"] for row in self.rows if mark - WINDOW < row["env_steps"] <= mark]
-        return float(np.mean(values)) if values and self.steps >= mark else None
+        """Mean training return over the WINDOW before a mark; None if it did not come so far."""
+        rows = [row for row in self.rows if mark - WINDOW < row["env_steps"] <= mark]
+        return mean(row["train_return"] for row in rows) if self.steps >= mark else None
 
     def evaluation(self, mark):
-        """Mean-action return of the last evaluation in the 10,000 steps before a mark; None if there was none."""
-        near = [row["eval_return"] for row in self.rows if mark - 10_000 < row["env_steps"] <= mark]
-        near = [value for value in near if value is not None]
-        return near[-1] if near and self.steps >= mark else None
+        """Return of the last evaluation in the 10,000 steps before a mark; None if none."""
+        rows = [row for row in self.evaluations() if mark - 10_000 < row["env_steps"] <= mark]
+        return rows[-1]["eval_return"] if rows and self.steps >= mark else None
+
+    def evaluations(self):
+        return [row for row in self.rows if row["eval_return"] is not None]
 
     def curve(self, column, width):
-        """{step: mean of a column over the rows in the `width` steps up to it}, of rows with an evaluation if asked."""
+        """{step: mean of a column over the rows of the `width` steps up to it}."""
         bins = defaultdict(list)
-        for row in self.rows:
-            if row[column] is not None and (column == "train_return" or row["eval_return"] is not None):
+        for row in self.rows if column == "train_return" else self.evaluations():
+            if row[column] is not None:
                 bins[math.ceil(row["env_steps"] / width) * width].append(row[column])
         return {step: float(np.mean(values)) for step, values in bins.items()}
 
+    def first_at(self, goal):
+        """(environment steps, minutes) of the first evaluation at a return or above, or None."""
+        for row in self.evaluations():
+            if row["eval_return"] >= goal:
+                return row["env_steps"], row["seconds"] / 60
+        return None
+
 
 def result_files(results, untracked=False):
-    """The CSVs that git knows (all of them where there is no git), and how many others there are."""
+    """The CSVs that git knows (all where there is no git), and how many others there are."""
     every = sorted(Path(results).glob("**/seed*.csv"))
-    listed = subprocess.run(["git", "-C", str(results), "ls-files", "-z", "."], capture_output=True, text=True)
+    command = ["git", "-C", str(results), "ls-files", "-z", "."]
+    listed = subprocess.run(command, capture_output=True, text=True)
     if untracked or listed.returncode:
         return every, 0
     known = {Path(results) / name for name in listed.stdout.split("\0")}
@@ -122,32 +160,39 @@ def read_runs(results, files):
     for path in files:
         label = path.parent.parent.relative_to(results).as_posix()
         head, rows = read_result(path)
-        runs[label][path.parent.name][int(path.stem.removeprefix("seed"))] = Run(path, head, rows)
+        seed = int(path.stem.removeprefix("seed"))
+        runs[label][path.parent.name][seed] = Run(path, head, rows)
     return {label: dict(tasks) for label, tasks in runs.items()}
 
 
-def read_published(path=HERE / "published.csv"):
-    published = defaultdict(lambda: defaultdict(dict))
-    with open(path) as file:
-        for row in csv.DictReader(line for line in file if not line.startswith("#")):
-            published[row["algorithm"]][row["task"]][int(row["env_steps"])] = float(row["mean_return"])
+def read_published():
+    """Training returns and evaluations, which must never be mixed."""
+    names = {"training": "published.csv", "evaluation": "published_evaluation.csv"}
+    published = {how: defaultdict(lambda: defaultdict(dict)) for how in names}
+    for how, name in names.items():
+        with open(HERE / name) as file:
+            for row in csv.DictReader(line for line in file if not line.startswith("#")):
+                figures = published[how][row["algorithm"]][row["task"]]
+                figures[int(row["env_steps"])] = float(row["mean_return"])
     return published
 
 
 def seeds_with(runs, label, task, how, mark):
-    """What the seeds of a task reached at a mark, of those that came so far; how is training or evaluation."""
-    reached = [getattr(run, how)(mark) for _, run in sorted(runs.get(label, {}).get(task, {}).items())]
+    """What the seeds of a task reached at a mark, of those that came so far."""
+    seeds = sorted(runs.get(label, {}).get(task, {}).items())
+    reached = [getattr(run, how)(mark) for _, run in seeds]
     return [value for value in reached if value is not None]
 
 
-def tasks_with(runs, label, how, mark):
-    """The tasks of the suite for which there is something at a mark."""
-    return [task for task in SUITE if seeds_with(runs, label, task, how, mark)]
+def tasks_with(runs, label, how, mark, tasks=SUITE):
+    """Those of the tasks for which there is something at a mark."""
+    return [task for task in tasks if seeds_with(runs, label, task, how, mark)]
 
 
 def in_order(tasks):
     """Those of the suite first, in its order, then others by name."""
-    return sorted(tasks, key=lambda task: (SUITE.index(task) if task in SUITE else len(SUITE), task))
+    place = {task: number for number, task in enumerate(SUITE)}
+    return sorted(tasks, key=lambda task: (place.get(task, len(SUITE)), task))
 
 
 def mean(values):
@@ -155,28 +200,40 @@ def mean(values):
     return float(np.mean(values)) if values else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Aggregates, as Agarwal et al. (2021) recommend them. The bootstrap resamples the seeds of each task for itself, so
-# tasks may have different numbers of them; each task weighs the same.
+# ---- Aggregates, as Agarwal et al. (2021) recommend them. The bootstrap resamples the seeds of a
+# task for itself, so tasks may have different numbers of them; each task weighs the same.
 def iqm(scores):
-    """Interquartile mean: mean of the middle half of the runs. [..., runs, steps] -> [..., steps]."""
+    """Interquartile mean: of the middle half of the runs. [..., runs, steps] -> [..., steps]."""
     return trim_mean(scores, 0.25, axis=-2)
 
 
+def plain_mean(scores):
+    return scores.mean(-2)
+
+
 def with_interval(tasks, statistic):
-    """A statistic of all runs and its 95% interval. tasks: [seeds, steps] each; statistic: [..., runs, steps] -> ..."""
+    """A statistic of all runs and its 95% interval. tasks: [seeds, steps] each."""
     generator = np.random.default_rng(0)
-    count = math.lcm(*(len(task) for task in tasks))  # each task's runs are repeated to this number
-    drawn = [task[generator.integers(len(task), size=(REPETITIONS, len(task)))] for task in tasks]
-    found, resampled = (
-        np.concatenate([np.repeat(task, count // task.shape[-2], axis=-2) for task in group], axis=-2)
-        for group in (tasks, drawn)
-    )
-    return statistic(found), np.quantile(statistic(resampled), (0.025, 0.975), axis=0)
+    count = math.lcm(*(len(task) for task in tasks))  # each task's runs are repeated to this
+    picks = [generator.integers(len(task), size=(REPETITIONS, len(task))) for task in tasks]
+    drawn = [task[pick] for task, pick in zip(tasks, picks)]
+
+    def joined(group):
+        repeated = [np.repeat(task, count // task.shape[-2], axis=-2) for task in group]
+        return statistic(np.concatenate(repeated, axis=-2))
+
+    return joined(tasks), np.quantile(joined(drawn), (0.025, 0.975), axis=0)
+
+
+def interval_cell(scores, statistic):
+    """Text of a statistic over tasks with its interval; none where each task has one seed."""
+    point, (low, high) = with_interval([np.array(task)[:, None] for task in scores], statistic)
+    several = any(len(task) > 1 for task in scores)
+    return f"{point[0]:.0f}" + (f" [{low[0]:.0f}, {high[0]:.0f}]" if several else "")
 
 
 def comparisons(runs, mark, least=3):
-    """[(labels, tasks)]: MPO on all it has at a mark; then baselines, and ablations, on the tasks that all share.
+    """[(labels, tasks)]: MPO on all it has at a mark; baselines, ablations on what all share.
 
     An algorithm with fewer than `least` tasks is left to the tables of single tasks.
     """
@@ -188,12 +245,6 @@ def comparisons(runs, mark, least=3):
         if len(labels) > 1 and shared:
             groups.append((labels, shared))
     return groups if tasks["mpo_continuous"] else groups[1:]
-
-
-def widest_mark(runs):
-    """The mark at which MPO has most tasks; of several, the latest. None if it has reached none."""
-    counts = {mark: len(tasks_with(runs, "mpo_continuous", "training", mark)) for mark in MARKS}
-    return max(MARKS, key=lambda mark: (counts[mark], mark)) if any(counts.values()) else None
 
 
 def seed_counts(runs, labels, tasks):
@@ -209,8 +260,7 @@ def counted(count, noun):
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures: as wide as a printed page, letters that stay readable when a phone shrinks it.
+# ---- Figures: as wide as a printed page, letters that stay readable when a phone shrinks it.
 plt.rcParams.update({"font.size": 10, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "mpo"})
 WIDTH = 7.5  # inches
@@ -221,13 +271,14 @@ def panels(count, columns=3, height=1.9, top=0.9):
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     size = (WIDTH, rows * height + top)
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    options = dict(figsize=size, layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(rows, columns, **options)
     for unused in axes.flat[count:]:
         unused.set_axis_off()
     return figure, list(axes.flat[:count])
 
 
-def thousands(axes):
+def few_ticks(axes):
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
@@ -236,9 +287,8 @@ def thousands(axes):
 def draw_curve(axes, algorithm, x, values):
     """Median and 5/95% quantiles over seeds. values {x: [one per seed]}; a band needs two."""
     low, middle, high = np.array([np.quantile(values[key], (0.05, 0.5, 0.95)) for key in values]).T
-    every = max(1, len(x) // 5)
-    options = dict(color=algorithm.colour, marker=algorithm.marker, markevery=every, markersize=4, linewidth=1.6)
-    axes.plot(x, middle, **options)
+    options = dict(color=algorithm.colour, marker=algorithm.marker, markersize=4, linewidth=1.6)
+    axes.plot(x, middle, markevery=max(1, len(x) // 5), **options)
     if max(len(seeds) for seeds in values.values()) > 1:
         axes.fill_between(x, low, high, color=algorithm.colour, alpha=0.2, linewidth=0)
 
@@ -246,65 +296,86 @@ def draw_curve(axes, algorithm, x, values):
 def pooled(seeds, column, width):
     """{step: [value of each seed that has one]}, in the order of steps."""
     curves = [run.curve(column, width) for run in seeds.values()]
-    return {step: [c[step] for c in curves if step in c] for step in sorted({step for c in curves for step in c})}
+    steps = sorted({step for curve in curves for step in curve})
+    return {step: [curve[step] for curve in curves if step in curve] for step in steps}
 
 
-def draw_task(axes, runs, labels, task, column, against="steps", published=None):
+def draw_task(axes, runs, labels, task, how, against="steps", published=None):
     """One panel, with a note on how many seeds the algorithms have. Returns what was drawn."""
-    drawn, last = [], 0
+    drawn, counts, last = [], [], 0
     for label in [label for label in labels if runs.get(label, {}).get(task)]:
-        seeds = runs[label][task]
-        values = pooled(seeds, column, 5000 if column == "train_return" else 10_000)
+        seeds, algorithm = runs[label][task], OURS[label.removeprefix("time/")]
+        values = pooled(seeds, HOWS[how], 5000 if how == "training" else 10_000)
         if not values:
             continue
         x = list(values)
         if against == "minutes":
-            x = [float(np.median(times)) / 60 for times in pooled(seeds, "seconds", 10_000).values()]
-        draw_curve(axes, OURS[label], x, values)
-        drawn.append((OURS[label], len(seeds)))
+            times = pooled(seeds, "seconds", 10_000)
+            x = [float(np.median(seconds)) / 60 for seconds in times.values()]
+        draw_curve(axes, algorithm, x, values)
+        drawn.append(algorithm)
+        counts.append(len(seeds))
         last = max(last, x[-1])
-    for name, algorithm in PUBLISHED.items() if published else ():
-        points = {mark: value for mark, value in published[name].get(task, {}).items() if mark <= 1.02 * last}
+    for name, algorithm in PUBLISHED[how].items() if published else ():
+        figures = published[how][name].get(task, {})
+        points = {mark: value for mark, value in figures.items() if mark <= 1.02 * last}
         if points:
-            options = dict(color=algorithm.colour, marker=algorithm.marker, markerfacecolor="white", markersize=7)
-            axes.plot(list(points), list(points.values()), linestyle=":", linewidth=1, **options)
-            drawn.append((algorithm, None))
-    counts = [count for _, count in drawn if count]
+            options = dict(color=algorithm.colour, marker=algorithm.marker, markersize=7)
+            options |= dict(markerfacecolor="white", linestyle=":", linewidth=1)
+            axes.plot(list(points), list(points.values()), **options)
+            drawn.append(algorithm)
     note = seed_range(counts) if counts else "not evaluated yet"
-    axes.set_title(task)
-    axes.text(0.03, 0.98, note, transform=axes.transAxes, va="top", fontsize=8, color="#444444")
+    axes.set_title(task.rpartition(".")[2])
+    options = dict(transform=axes.transAxes, va="top", fontsize=8, color="#444444")
+    axes.text(0.03, 0.98, note, **options)
     axes.set_xlim(left=0)
     low, high = axes.get_ylim()
     axes.set_ylim(low if axes.dataLim.ymin < 0 else 0, max(1, 1.12 * high))  # room for the note
-    thousands(axes)
-    return [algorithm for algorithm, _ in drawn]
+    few_ticks(axes)
+    return drawn
 
 
 def legend(figure, drawn, title):
     """One for the figure, in the fixed order of the algorithms."""
-    order = [algorithm for algorithm in [*OURS.values(), *PUBLISHED.values()] if algorithm in drawn]
+    quoted = [algorithm for each in PUBLISHED.values() for algorithm in each.values()]
     handles = []
-    for algorithm in order:
-        hollow = {"markerfacecolor": "white", "linestyle": ":"} if algorithm in PUBLISHED.values() else {}
-        options = dict(color=algorithm.colour, marker=algorithm.marker, label=algorithm.name) | hollow
-        handles.append(Line2D([], [], **options))
+    for algorithm in dict.fromkeys([*OURS.values(), *quoted]):
+        if algorithm in drawn:
+            hollow = {"markerfacecolor": "white", "linestyle": ":"} if algorithm in quoted else {}
+            options = dict(color=algorithm.colour, marker=algorithm.marker, label=algorithm.name)
+            handles.append(Line2D([], [], **options | hollow))
     columns = min(3, len(handles)) if len(handles) != 4 else 2
-    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, title=title)
+    options = dict(loc="outside upper center", ncols=columns, frameon=False)
+    figure.legend(handles=handles, title=title, **options)
 
 
-def draw_tasks(runs, published, column, against="steps"):
-    """Every task of MPO and the baselines, beside the published figures."""
-    tasks = in_order({task for label in BASELINES for task in runs.get(label, {})})
+def draw_tasks(runs, published, how, tasks, labels=BASELINES):
+    """A panel for each task, beside the published figures."""
     if not tasks:
         return None
     figure, axes = panels(len(tasks))
     drawn = []
     for panel, task in zip(axes, tasks):
-        drawn += draw_task(panel, runs, BASELINES, task, column, against, published)
-    what = "training return" if column == "train_return" else "return of the mean action, 10 episodes"
+        drawn += draw_task(panel, runs, labels, task, how, published=published)
+    action = "most probable" if labels == DISCRETE else "mean"
+    what = "training return" if how == "training" else f"return of the {action} action"
     legend(figure, drawn, f"{what}: median and 5/95% quantiles over seeds")
-    figure.supxlabel("environment steps" if against == "steps" else "minutes of training on one thread", fontsize=10)
+    figure.supxlabel("environment steps", fontsize=10)
     return figure
+
+
+def suite_tasks(runs):
+    """The tasks of the first figures: all of MPO's and the baselines' but the largest bodies."""
+    tasks = {task for label in BASELINES for task in runs.get(label, {})}
+    return in_order(task for task in tasks if task in SUITE + DOMAINS)
+
+
+def high_tasks(runs):
+    return in_order({task for label in OURS for task in runs.get(label, {}) if is_high(task)})
+
+
+def is_high(task):
+    return task.startswith(HIGH)
 
 
 def ablation_tasks(runs):
@@ -313,17 +384,41 @@ def ablation_tasks(runs):
 
 
 def draw_ablation(runs):
-    """The paper's ablation."""
+    """The paper's ablation: training above, mean action below."""
     tasks = ablation_tasks(runs)
     if not tasks:
         return None
-    figure, axes = panels(2 * len(tasks), columns=min(len(tasks), 3), height=2.3, top=1.0)
+    figure, axes = panels(2 * len(tasks), columns=len(tasks), height=2.3, top=1.0)
     drawn = []
-    for panel, (column, task) in zip(axes, [(c, task) for c in ("train_return", "eval_return") for task in tasks]):
-        drawn += draw_task(panel, runs, ABLATION, task, column)
-        panel.set_title(f"{task}, {'training' if column == 'train_return' else 'mean action'}")
+    for panel, (how, task) in zip(axes, [(how, task) for how in HOWS for task in tasks]):
+        drawn += draw_task(panel, runs, ABLATION, task, how)
+        panel.set_title(f"{task}, {'training' if how == 'training' else 'mean action'}")
     legend(figure, drawn, "return: median and 5/95% quantiles over seeds")
     figure.supxlabel("environment steps", fontsize=10)
+    return figure
+
+
+def timed_label(runs, label, task):
+    """Whose times count for a task: those of runs side by side, if there are any."""
+    aside = f"time/{label}"
+    return aside if runs.get(aside, {}).get(task) else label
+
+
+def draw_times(runs):
+    """The mean action against steps, and against minutes, with the return to be reached."""
+    labels = [[timed_label(runs, label, task) for label in TIMED] for task in GOALS]
+    if not any(runs.get(label, {}).get(task) for task in GOALS for label in TIMED):
+        return None
+    figure, axes = panels(2 * len(GOALS), columns=len(GOALS), height=2.3, top=0.9)
+    drawn = []
+    for number, panel in enumerate(axes):
+        which, against = number % len(GOALS), "minutes" if number >= len(GOALS) else "steps"
+        task = list(GOALS)[which]
+        drawn += draw_task(panel, runs, labels[which], task, "evaluation", against)
+        panel.axhline(GOALS[task], color="black", linewidth=0.8, linestyle=(0, (4, 3)))
+        panel.set_ylim(top=max(panel.get_ylim()[1], 1.15 * GOALS[task]))
+        panel.set_xlabel("steps" if against == "steps" else "minutes, one thread", fontsize=9)
+    legend(figure, drawn, "return of the mean action, and the return to be reached")
     return figure
 
 
@@ -332,136 +427,61 @@ def games_of(runs):
     return sorted({task for label in DISCRETE for task in runs.get(label, {})})
 
 
-def draw_games(runs):
-    """Scores of mpo_atari.py: a line for the last twenty games of the training, hollow marks for evaluations."""
-    tasks = games_of(runs)
-    if not tasks:
-        return None
-    figure, axes = panels(len(tasks), columns=2, height=2.9, top=1.0)
-    drawn = []
-    for panel, task in zip(axes, tasks):
-        counts = []
-        for label in [label for label in DISCRETE if task in runs.get(label, {})]:
-            algorithm, seeds = OURS[label], runs[label][task]
-            draw_curve(panel, algorithm, *xy(pooled(seeds, "train_return", 5000)))
-            for run in seeds.values():
-                rows = [row for row in run.rows if row["eval_return"] is not None]
-                x, y = [row["env_steps"] for row in rows], [row["eval_return"] for row in rows]
-                panel.plot(x, y, algorithm.marker, color=algorithm.colour, markerfacecolor="white", markersize=6)
-            drawn.append(algorithm)
-            counts.append(len(seeds))
-        panel.set_title(f"{task}, {seed_range(counts)}")
-        panel.set_xlim(left=0)
-        thousands(panel)
-    legend(figure, drawn, "score of the last 20 games; hollow: evaluations with the most probable action")
-    figure.supxlabel("agent steps (four frames each in Atari)", fontsize=10)
-    return figure
-
-
-def xy(values):
-    return list(values), values
-
-
 def draw_aggregate(runs):
-    """Interquartile mean of the mean-action return against steps, and at the last step the share of runs above tau."""
-    mark = widest_mark(runs)
-    groups = comparisons(runs, mark) if mark else []
+    """Interquartile mean of the mean-action return against steps."""
+    groups = comparisons(runs, MARK)
     if not groups:
         return None
-    figure, axes = panels(2 * len(groups), columns=2, height=2.6, top=1.0)
-    taus = np.linspace(0, 1000, 101)
-    for (labels, tasks), left, right in zip(groups, axes[::2], axes[1::2]):
+    figure, axes = panels(len(groups), height=2.6, top=1.0)
+    steps = range(10_000, MARK + 1, 10_000)
+    for (labels, tasks), panel in zip(groups, axes):
         for label in labels:
-            algorithm, curves = OURS[label], []
+            algorithm = OURS[label]
+            scores = []
             for task in tasks:
-                reached = [run for run in runs[label][task].values() if run.evaluation(mark) is not None]
-                curves.append([run.curve("eval_return", 10_000) for run in reached])
-            steps = [s for s in range(10_000, mark + 1, 10_000) if all(s in curve for task in curves for curve in task)]
-            scores = [np.array([[curve[step] for step in steps] for curve in task]) for task in curves]
-            point, interval = with_interval(scores, iqm)
-            share, shares = with_interval([task[:, -1:] for task in scores], lambda x: (x > taus).mean(-2))
+                reached = [run for run in runs[label][task].values() if run.steps >= MARK]
+                curves = [run.curve("eval_return", 10_000) for run in reached]
+                scores.append(np.array([[curve[step] for step in steps] for curve in curves]))
+            point, band = with_interval(scores, iqm)
             options = dict(color=algorithm.colour, marker=algorithm.marker, markersize=4)
-            for panel, x, y, band, every in ((left, steps, point, interval, 1), (right, taus, share, shares, 20)):
-                panel.plot(x, y, markevery=every, **options)
-                panel.fill_between(x, *band, color=algorithm.colour, alpha=0.2, linewidth=0)
-        left.set(ylabel="IQM of return", xlim=(0, None), ylim=(0, 1.05 * left.get_ylim()[1]))
-        right.set(ylabel="share of runs above τ", xlim=(0, 1000), ylim=(0, 1.02))
-        right.set_yticks([0, 0.25, 0.5, 0.75, 1])
-        left.set_title(f"{counted(len(tasks), 'task')}, {seed_range(seed_counts(runs, labels, tasks))} each")
-        right.set_title(f"at {mark:,} steps")
-        thousands(left)
-    left.set_xlabel("environment steps")
-    right.set_xlabel("return τ")
+            panel.plot(steps, point, **options)
+            panel.fill_between(steps, *band, color=algorithm.colour, alpha=0.2, linewidth=0)
+        seeds = seed_range(seed_counts(runs, labels, tasks))
+        panel.set_title(f"{counted(len(tasks), 'task')}, {seeds}")
+        panel.set(xlim=(0, None), ylim=(0, 1.05 * panel.get_ylim()[1]))
+        few_ticks(panel)
+    axes[0].set_ylabel("IQM of return")
+    figure.supxlabel("environment steps", fontsize=10)
     drawn = [OURS[label] for labels, _ in groups for label in labels]
     legend(figure, drawn, "mean-action return, 95% intervals over seeds")
     return figure
 
 
-def sensitivity(runs):
-    """{task: {setting: {factor: (training, evaluation, seeds)}}} and the step; factor 1: nothing is scaled."""
-    variants = {label: tasks for label, tasks in runs.items() if label.startswith("sensitivity/")}
-    if not variants:
-        return {}, 0
-    step = min(run.steps for tasks in variants.values() for seeds in tasks.values() for run in seeds.values())
-    step = int(step // 1000 * 1000)
-    found = defaultdict(lambda: defaultdict(dict))
-    for task in in_order({task for tasks in variants.values() for task in tasks}):
-        for setting in SETTINGS:
-            labels = {1.0: BASE_LABEL}
-            labels |= {factor: f"sensitivity/{setting}-{name}" for name, factor in FACTORS.items()}
-            for factor in sorted(labels):
-                training = seeds_with(runs, labels[factor], task, "training", step)
-                evaluation = seeds_with(runs, labels[factor], task, "evaluation", step)
-                if training:
-                    found[task][setting][factor] = mean(training), mean(evaluation), len(training)
-    return found, step
-
-
-def draw_sensitivity(runs):
-    """For each setting a line over its three values; flat lines are the paper's claim."""
-    found, step = sensitivity(runs)
-    if not found:
-        return None
-    figure, axes = panels(len(found), columns=2, height=2.9, top=0.9)
-    mpo = OURS["mpo_continuous"]
-    for panel, (task, settings) in zip(axes, found.items()):
-        for position, setting in enumerate(SETTINGS):
-            points = settings.get(setting, {})
-            for which, style in ((0, dict(markerfacecolor="white", linestyle=":")), (1, {})):
-                x = [position + 0.25 * math.log(factor, 3) for factor in points if points[factor][which] is not None]
-                y = [value[which] for value in points.values() if value[which] is not None]
-                panel.plot(x, y, color=mpo.colour, marker=mpo.marker, markersize=5, **style)
-        seeds = {value[2] for points in settings.values() for value in points.values()}
-        panel.set_title(f"{task}, {seed_range(seeds)}")
-        symbols = [r"$\epsilon$", r"$\epsilon_\mu$", r"$\epsilon_\Sigma$", "rates"]  # in the order of SETTINGS
-        panel.set_xticks(range(len(SETTINGS)), symbols)
-        panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
-        panel.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    solid = Line2D([], [], color=mpo.colour, marker=mpo.marker, label="mean action")
-    hollow = dict(markerfacecolor="white", linestyle=":", label="in training")
-    handles = [solid, Line2D([], [], color=mpo.colour, marker=mpo.marker, **hollow)]
-    title = f"return at {step:,} steps with a setting divided by 3, as it is, and times 3"
-    figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False, title=title)
-    return figure
-
-
 def figures(runs, published):
-    """All figures by file name; None where there is nothing to draw yet."""
+    """All figures by file name; None where there is nothing to draw."""
+    tasks = suite_tasks(runs)
     return {
-        "training": draw_tasks(runs, published, "train_return"),
-        "evaluation": draw_tasks(runs, None, "eval_return"),
-        "wall-clock": draw_tasks(runs, None, "eval_return", against="minutes"),
-        "ablation": draw_ablation(runs),
-        "discrete": draw_games(runs),
+        "training": draw_tasks(runs, published, "training", tasks),
+        "evaluation": draw_tasks(runs, published, "evaluation", tasks),
         "aggregate": draw_aggregate(runs),
-        "sensitivity": draw_sensitivity(runs),
+        "time": draw_times(runs),
+        "ablation": draw_ablation(runs),
+        "high": draw_tasks(runs, published, "evaluation", high_tasks(runs), list(OURS)),
+        "discrete": draw_tasks(runs, None, "evaluation", games_of(runs), DISCRETE),
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables.
+# ---- Tables.
 def cell(value):
     return MISSING if value is None else f"{value:.0f}"
+
+
+def seeds_cell(values):
+    """Mean over seeds, with the lowest and the highest where there are several."""
+    if not values:
+        return MISSING
+    spread = f" [{min(values):.0f}, {max(values):.0f}]" if len(values) > 1 else ""
+    return cell(mean(values)) + spread
 
 
 def markdown(head, rows, text=1):
@@ -471,240 +491,385 @@ def markdown(head, rows, text=1):
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def published_table(runs, published, mark):
-    """Ours beside the published figures; a mean is over the tasks that we have, then over all of the suite."""
-    head = ["task", "ours", "seeds", "ours, mean action", *(f"{name}" for name in published)]
-    table = {}
-    for task in SUITE:
-        training = seeds_with(runs, "mpo_continuous", task, "training", mark)
-        evaluation = seeds_with(runs, "mpo_continuous", task, "evaluation", mark)
-        others = [published[name][task].get(mark) for name in published]
-        table[task] = [mean(training), len(training) or None, mean(evaluation), *others]
-    rows = [[task, *map(cell, values)] for task, values in table.items()]
-    ours = [values for values in table.values() if values[0] is not None]
-    if 0 < len(ours) < len(SUITE):
-        means = [mean(column) for column in zip(*ours)]
-        rows.append([f"**mean of our {counted(len(ours), 'task')}**", cell(means[0]), "", *map(cell, means[2:])])
-    means = [mean(column) for column in zip(*table.values())]
-    if len(ours) < len(SUITE):
-        means[0] = means[2] = None
-    rows.append([f"**mean of all {len(SUITE)}**", cell(means[0]), "", *map(cell, means[2:])])
-    return markdown(head, rows)
-
-
-def front_table(runs, published, mark=100_000):
-    """The table in the project's README: the tasks that we have, and the published columns closest to ours."""
-    head = ["task", "mean action", "training return", "seeds", *(PUBLISHED[name].name for name in PUBLISHED)]
-    table = {}
-    for task in tasks_with(runs, "mpo_continuous", "training", mark):
-        training = seeds_with(runs, "mpo_continuous", task, "training", mark)
-        evaluation = seeds_with(runs, "mpo_continuous", task, "evaluation", mark)
-        others = [published[name][task].get(mark) for name in PUBLISHED]
-        table[task] = [mean(evaluation), mean(training), len(training), *others]
-    rows = [[task, *map(cell, values)] for task, values in table.items()]
-    means = [cell(mean(column)) for column in zip(*table.values())]
-    rows.append([f"**mean of {counted(len(table), 'task')}**", *means[:2], "", *means[3:]])
-    return markdown(head, rows)
-
-
-def front_page(text, table):
-    """The project's README with this table in its place."""
-    before, rest = text.split(FRONT[0])
-    return before + FRONT[0] + f"\n\n{table}\n\n" + FRONT[1] + rest.split(FRONT[1])[1]
-
-
-def compared_table(runs, labels, mark, tasks):
-    """Training / mean-action return and the number of seeds, for several of our own algorithms."""
+def main_table(runs, published, how, mark, tasks):
+    """Ours beside the published figures of the same kind, and the means over these tasks."""
+    names = list(published[how])
+    ours = {task: seeds_with(runs, "mpo_continuous", task, how, mark) for task in tasks}
+    quoted = {task: [published[how][name][task].get(mark) for name in names] for task in tasks}
     rows = []
     for task in tasks:
-        cells = []
-        for label in labels:
-            training, evaluation = (seeds_with(runs, label, task, how, mark) for how in ("training", "evaluation"))
-            text = f"{cell(mean(training))} / {cell(mean(evaluation))} ({len(training)})"
-            cells.append(text if training else MISSING)
-        rows.append([task, *cells])
-    return markdown(["task", *(OURS[label].name for label in labels)], rows)
+        seeds = f"{len(ours[task]) or MISSING}"
+        rows.append([task, seeds_cell(ours[task]), seeds, *map(cell, quoted[task])])
+    means = [mean(column) if None not in column else None for column in zip(*quoted.values())]
+    total = interval_cell(ours.values(), plain_mean) if all(ours.values()) else MISSING
+    rows.append([f"**mean of {counted(len(tasks), 'task')}**", total, "", *map(cell, means)])
+    return markdown(["task", "ours", "seeds", *names], rows)
 
 
-def aggregate_table(runs, mark):
-    """IQM of both returns. Rows with equal numbers of tasks that follow each other are of the same tasks."""
+def front_block(runs, published):
+    """What stands in the project's README between two marks: some tasks, and the mean of all."""
+    label, hows = (
+        "mpo_continuous",
+        {"training": ["MPO", "DreamerV3"], "evaluation": ["SAC", "TD-MPC2"]},
+    )
+    tasks = tasks_with(runs, label, "training", MARK)
+    columns = {}
+    for how, names in hows.items():
+        kind = "training" if how == "training" else "mean action"
+        columns[f"**{kind}**"] = [mean(seeds_with(runs, label, t, how, MARK)) for t in tasks]
+        for name in names:
+            column = [published[how][name][task].get(MARK) for task in tasks]
+            columns[f"{name}, published {how}"] = column
+    rows = [[task, *map(cell, row)] for task, row in zip(tasks, zip(*columns.values()))]
+    rows = [row for row in rows if row[0] in FRONT_TASKS]
+    rows += [
+        [f"**mean of {counted(len(tasks), 'task')}**", *(cell(mean(c)) for c in columns.values())]
+    ]
+    seeds = seed_range(seed_counts(runs, [label], tasks))
+    note = f"{seeds} of each task. Published training returns were released with the code of "
+    note += "DreamerV3, published evaluations, of action repeat 2, with that of TD-MPC2."
+    return "\n".join([note, "", *earlier_line(runs, [label]), markdown(["task", *columns], rows)])
+
+
+def front_page(text, block):
+    """The project's README with this block between its two marks, if it has them."""
+    if not all(mark in text for mark in FRONT):
+        return text
+    before, rest = text.split(FRONT[0])
+    return before + FRONT[0] + f"\n\n{block}\n\n" + FRONT[1] + rest.split(FRONT[1])[1]
+
+
+def both_cell(runs, label, task, mark):
+    """Training / mean-action return (seeds)."""
+    training, evaluation = (seeds_with(runs, label, task, how, mark) for how in HOWS)
+    text = f"{cell(mean(training))} / {cell(mean(evaluation))} ({len(training)})"
+    return text if training else MISSING
+
+
+def baselines_table(runs):
+    """MPO and the baselines on the tasks that a baseline was run on; PPO also where it ended."""
+    labels = [label for label in BASELINES if runs.get(label)]
+    tasks = {task for label in labels[1:] for task in runs[label]}
+    tasks = [task for task in suite_tasks(runs) if task in tasks]
+    later = 300_000 if tasks_with(runs, "ppo", "training", 300_000, tasks) else None
     rows = []
-    for label, tasks in [(label, tasks) for labels, tasks in comparisons(runs, mark) for label in labels]:
-        cells = [OURS[label].name, f"{len(tasks)}", seed_range(seed_counts(runs, [label], tasks)).split(" seed")[0]]
-        for how in ("training", "evaluation"):
-            scores = [np.array(seeds_with(runs, label, task, how, mark))[:, None] for task in tasks]
-            point, (low, high) = with_interval(scores, iqm)
-            several = any(len(task) > 1 for task in scores)
-            cells.append(f"{point[0]:.0f}" + (f" [{low[0]:.0f}, {high[0]:.0f}]" if several else ""))
-        rows.append(cells)
-    return markdown(["algorithm", "tasks", "seeds per task", "IQM, training", "IQM, mean action"], rows)
+    for task in tasks:
+        cells = [both_cell(runs, label, task, MARK) for label in labels]
+        rows.append([task, *cells, *([both_cell(runs, "ppo", task, later)] if later else [])])
+    names = [OURS[label].name for label in labels]
+    return markdown(["task", *names, *([f"PPO at {later:,}"] if later else [])], rows)
+
+
+def aggregate_table(runs):
+    """IQM of both returns. Rows that follow each other with equal tasks are of the same ones."""
+    rows = []
+    for labels, tasks in comparisons(runs, MARK):
+        for label in labels:
+            seeds = seed_range(seed_counts(runs, [label], tasks)).split(" seed")[0]
+            cells = [OURS[label].name, f"{len(tasks)}", seeds]
+            for how in HOWS:
+                scores = [seeds_with(runs, label, task, how, MARK) for task in tasks]
+                cells.append(interval_cell(scores, iqm))
+            rows.append(cells)
+    head = ["algorithm", "tasks", "seeds per task", "IQM, training", "IQM, mean action"]
+    return markdown(head, rows)
+
+
+def time_cell(runs, label, task):
+    """Median steps and minutes to the goal over seeds, if most came there."""
+    label = timed_label(runs, label, task)
+    seeds = runs.get(label, {}).get(task, {})
+    if not seeds:
+        return MISSING
+    reached = [run.first_at(GOALS[task]) for run in seeds.values()]
+    there = [found for found in reached if found]
+    share = f" ({len(there)} of {len(seeds)})" if len(seeds) > 1 else ""
+    star = " *" if label.startswith("time/") else ""
+    if 2 * len(there) <= len(seeds):
+        longest = max(run.steps for run in seeds.values())
+        return f"not in {longest:,.0f}{share}{star}"
+    # a seed that never came there counts as later than all others
+    steps, minutes = (sorted(found[k] for found in there)[(len(seeds) - 1) // 2] for k in (0, 1))
+    return f"{steps:,.0f}, {minutes:.0f} min{share}{star}"
+
+
+def time_table(runs):
+    labels = [label for label in TIMED if any(runs.get(x) for x in (label, f"time/{label}"))]
+    rows = []
+    for task, goal in GOALS.items():
+        rows.append([task, f"{goal}", *(time_cell(runs, label, task) for label in labels)])
+    return markdown(["task", "return", *(OURS[label].name for label in labels)], rows)
+
+
+def ablation_table(runs):
+    """Training / mean action, and whether the mean actions stand in the paper's order."""
+    rows = []
+    for task in ablation_tasks(runs):
+        cells = [both_cell(runs, label, task, MARK) for label in ABLATION]
+        means = [mean(seeds_with(runs, label, task, "evaluation", MARK)) for label in ABLATION]
+        order = MISSING
+        if None not in means:
+            order = "yes" if means == sorted(means, reverse=True) else "no"
+        rows.append([task, *cells, order])
+    return markdown(["task", *(OURS[label].name for label in ABLATION), "the paper's order"], rows)
+
+
+def scales_table(runs):
+    """EPG + Retrace with several entropy scales: labels epg/SCALE."""
+    labels = sorted(label for label in runs if label.startswith("epg/"))
+    tasks = in_order({task for label in labels for task in runs[label]})
+    rows = [[task, *(both_cell(runs, label, task, MARK) for label in labels)] for task in tasks]
+    return markdown(["task", *(label.removeprefix("epg/") for label in labels)], rows)
+
+
+def last_table(runs, tasks, labels):
+    """What each run reached at its own end."""
+    rows = []
+    for task, label in [(t, x) for t in tasks for x in labels if runs.get(x, {}).get(t)]:
+        for seed, run in sorted(runs[label][task].items()):
+            evaluations = [row["eval_return"] for row in run.evaluations()]
+            best = max(evaluations, default=None)
+            last = evaluations[-1] if evaluations else None
+            cells = [f"{run.steps:,.0f}", f"{run.minutes:.0f}"]
+            cells += [
+                one_digit(run.rows[0]["train_return"]),
+                one_digit(run.rows[-1]["train_return"]),
+            ]
+            cells += [one_digit(last), one_digit(best)]
+            rows.append([task.rpartition(".")[2], OURS[label].name, f"{seed}", *cells])
+    head = ["task", "algorithm", "seed", "steps", "minutes", "first in training"]
+    return markdown([*head, "last in training", "last evaluation", "best"], rows, text=2)
+
+
+def one_digit(value):
+    return MISSING if value is None else f"{value:.1f}"
 
 
 def sensitivity_table(runs):
-    found, step = sensitivity(runs)
-    factors = [*sorted([1.0, *FACTORS.values()])]
+    """A row per task and setting, and the step that all of these runs came to."""
+    variants = [label for label in runs if label.startswith("sensitivity/")]
+    every = [run for label in variants for seeds in runs[label].values() for run in seeds.values()]
+    if not every:
+        return "", 0
+    step = int(min(run.steps for run in every) // 1000 * 1000)
+    names = dict(sorted(FACTORS.items(), key=lambda item: item[1]))
     rows = []
-    for task, settings in found.items():
+    for task in in_order({task for label in variants for task in runs[label]}):
         for setting in SETTINGS:
-            points = [settings[setting].get(factor) for factor in factors]
-            cells = [f"{cell(p[0])} / {cell(p[1])} ({p[2]})" if p else MISSING for p in points]
+            labels = [f"sensitivity/{setting}-{name}" for name in names]
+            labels.insert(1, BASE_LABEL)
+            cells = [both_cell(runs, label, task, step) for label in labels]
             rows.append([f"{task}, {setting}", *cells])
     return markdown(["task, setting", "over 3", "as it is", "times 3"], rows), step
 
 
-PAPER_SCORES = {"Pong": 20.9, "Breakout": 360.5, "Qbert": 10317.0, "Tennis": 22.2, "Boxing": 82.0}
-
-
-def games_table(runs):
-    """What mpo_atari.py reached, beside the scores that the paper prints."""
+def runs_page(runs, results):
+    """All of RUNS.md: every CSV."""
+    order = {label: number for number, label in enumerate(OURS)}
     rows = []
-    for task, label in [(task, label) for task in games_of(runs) for label in DISCRETE if task in runs.get(label, {})]:
-        for seed, run in sorted(runs[label][task].items()):
-            evaluations = [row["eval_return"] for row in run.rows if row["eval_return"] is not None]
-            scores = [run.rows[0]["train_return"], run.rows[-1]["train_return"], evaluations[-1], max(evaluations)]
-            printed = next((f"{score:,}" for game, score in PAPER_SCORES.items() if game in task), MISSING)
-            size = [f"{run.steps:,.0f}", f"{run.rows[-1]['seconds'] / 60:.0f}"]
-            rows.append([task, OURS[label].what, f"{seed}", *size, *(f"{score:.1f}" for score in scores), printed])
-    head = ["task", "what", "seed", "agent steps", "minutes", "first games", "last 20 games"]
-    return markdown([*head, "last evaluation", "best evaluation", "paper, MPO"], rows, text=2)
-
-
-def runs_table(runs, results):
-    """Every CSV."""
-    rows = []
-    for label in sorted(runs, key=lambda label: (list(OURS).index(label) if label in OURS else len(OURS), label)):
+    for label in sorted(runs, key=lambda label: (order.get(label, len(order)), label)):
         for task in in_order(runs[label]):
             for seed, run in sorted(runs[label][task].items()):
-                at = [cell(getattr(run, how)(mark)) for mark in (50_000, 100_000) for how in ("training", "evaluation")]
-                last = [row["eval_return"] for row in run.rows if row["eval_return"] is not None]
-                link = f"[{task} seed {seed}](results/{run.path.relative_to(results).as_posix()})"
-                minutes = f"{run.rows[-1]['seconds'] / 60:.0f}"
-                commit = run.head["commit"].split(",")[0]
-                rows.append([label, link, f"{run.steps:,.0f}", *at, cell(last[-1] if last else None), minutes, commit])
-    head = ["label", "run", "steps", "50k, training", "50k, mean action", "100k, training", "100k, mean action"]
-    return markdown([*head, "last mean action", "minutes", "commit"], rows, text=2)
+                link = f"results/{run.path.relative_to(results).as_posix()}"
+                row = [label, f"[{task} seed {seed}]({link})", f"{run.steps:,.0f}"]
+                row += [cell(getattr(run, how)(MARK)) for how in HOWS]
+                last = [each["eval_return"] for each in run.evaluations()]
+                row += [cell(last[-1] if last else None), f"{run.minutes:.0f}"]
+                notes = [run.head["commit"].split(",")[0]]
+                if "continued" in run.head:
+                    notes.append(f"continued {run.head['continued']}")
+                rows.append([*row, ", ".join(notes)])
+    head = ["label", "run", "steps", "100k, training", "100k, evaluation"]
+    head += ["last evaluation", "minutes", "commit"]
+    table = markdown(head, rows, text=2)
+    return f"# All runs\n\nWritten by `python benchmark/report.py`.\n\n{table}\n"
 
 
-def picture(name, text, drawn):
-    return [f"![{text}](figures/{name}.png)", "", f"([SVG](figures/{name}.svg))", ""] if name in drawn else []
-
-
+# ---- The page.
 PROTOCOL = """# Evidence
 
-Written by `python benchmark/report.py` from the CSVs in [results](results) and from [published.csv](published.csv); a
-test regenerates it. It rests on {count}, all listed at the end. {missing} means: not run, or not so far.
+Written by `python benchmark/report.py` from {count}, which [RUNS.md](RUNS.md) lists; a test
+regenerates it. {missing}: not run.
 
 ## Protocol
 
-- A *training return* is the mean over the 25,000 environment steps before a mark, of the actions as they were explored,
-  then the mean over seeds. So are the published figures.
-- *Mean action*: the mean return of 10 episodes with the policy's mean (for PPO, SAC, TD3 and DDPG their deterministic
-  action), at the mark, then the mean over seeds. The episodes start from the same seeds for every algorithm.
-- Action repeat 1: a step is one call of the environment.
-- Every seed that was run is reported: all are in the means, and each has its row at the end.
-- No task has settings of its own (the linear-quadratic one alone is given an `--action-bound`, for it has none).
-- Curves: median and 5/95% quantiles over seeds, as in the paper; with one seed there is no band, and with few the band
-  is nearly their range. Training returns are means over 5,000 steps.
-- Aggregates: interquartile mean over runs, with the 95% interval of the stratified bootstrap over seeds (Agarwal et
-  al., 2021); each task weighs the same. The interval says what other seeds would change, not what other tasks would;
-  with one seed there is none, and where some tasks have one it is too narrow.
-- Wall-clock: each run on one thread, of a machine that often had other work, so it is a rough guide.
-
-Each CSV holds the command that made it, with the commit and all settings. The first table's is
-
-    python benchmark/run.py --script mpo_continuous.py --tasks dmc18 --seeds 1 --total-timesteps 100000
-
-## Ours beside published figures
-
-`ours` is `mpo_continuous.py` with its defaults (runs of earlier ones are under `study/window-8-batch-size-32` at the
-end). The other columns are quoted from the scores that were published with the code of DreamerV3 (MIT licence): 10
-seeds, 5 for PPO and DreamerV3, 8 or 9 in three cells of DMPO and D4PG. They are training returns: compare them with
-`ours`, not with `ours, mean action`. Seeds differ much at 100,000 steps, so a figure that rests on one seed settles
-nothing.
+- A *training return* is the mean over the 25,000 steps before a mark, as explored.
+- *Mean action*: the mean of 10 episodes at the mark with the policy's mean (baselines: their
+  deterministic action), from the same initial states for every algorithm.
+- Published training returns stand beside training returns, evaluations beside mean actions.
+- Action repeat 1; no task has settings of its own; every seed that was run is reported.
+- In brackets behind a task's mean: lowest and highest seed. Behind a mean over tasks: the 95%
+  interval of the bootstrap over seeds (Agarwal et al., 2021).
+- Curves: median and 5/95% quantiles over seeds. Minutes: one thread of a machine with other work.
+- Each CSV holds the command, commit, versions and settings that made it. The first tables:
+  `python benchmark/run.py --tasks dmc18 --seeds 3 --total-timesteps 100000 -- --compile`
 """
+BOTH = "training / mean action (seeds)"
 
 
-DISCRETE_TEXT = """\
-Each row is `python benchmark/run.py --script mpo_atari.py --tasks TASK --total-timesteps STEPS`. In training, actions
-are drawn from the policy; *first games* are those before the first row was logged, so nearly the untrained policy's. An
-evaluation is of whole games with the most probable action, from the same seeds each time. Scores are the game's own,
-never clipped. An agent step of Atari is four frames, of which DQN's custom is 200 million. Minutes are by the clock, of
-a machine with other work; Pong had two threads for its last quarter.
-"""
+def earlier_line(runs, labels):
+    """One line on the runs of before result files named versions, which had other defaults."""
+    every = [
+        run for label in labels for seeds in runs.get(label, {}).values() for run in seeds.values()
+    ]
+    old = [run for run in every if "versions" not in run.head]
+    if not old:
+        return []
+    commits = sorted({run.head["commit"].split(",")[0].split()[0] for run in old})
+    which = "These runs" if len(old) == len(every) else f"{len(old)} of these {len(every)} runs"
+    return [f"{which} are of earlier defaults (commits {', '.join(commits)}).", ""]
 
 
-def readme(runs, published, results, drawn):
+def picture(name, text, drawn):
+    return [f"![{text}](figures/{name}.png)", ""] if name in drawn else []
+
+
+def main_section(runs, published):
+    tasks = tasks_with(runs, "mpo_continuous", "training", MARK)
+    parts = []
+    if tasks:
+        parts += [f"## The tasks of the suite at {MARK:,} steps", ""]
+        parts += earlier_line(runs, ["mpo_continuous"])
+        parts += ["Training returns; the published ones are of 10 seeds, 5 for PPO and DreamerV3 ("]
+        parts[-1] += "scores released with the code of DreamerV3, [published.csv](published.csv)):"
+        parts += ["", main_table(runs, published, "training", MARK, tasks), ""]
+        parts += [
+            "Mean action; the published evaluations are of 3 seeds, mostly, with action repeat "
+        ]
+        parts[-1] += "2 (released with the code of TD-MPC2, "
+        parts[-1] += "[published_evaluation.csv](published_evaluation.csv)):"
+        parts += ["", main_table(runs, published, "evaluation", MARK, tasks), ""]
+        parts += ["Interquartile means, over the tasks that the algorithms share:", ""]
+        parts += [aggregate_table(runs), ""]
+    others = tasks_with(runs, "mpo_continuous", "training", MARK, DOMAINS)
+    if others:
+        rows = [[task, both_cell(runs, "mpo_continuous", task, MARK)] for task in others]
+        parts += [f"The paper's other domains, {BOTH}:", "", markdown(["task", "MPO"], rows), ""]
+    return parts
+
+
+def figures_section(runs, drawn):
+    parts = picture("training", "training return of every task against steps", drawn)
+    parts += picture("evaluation", "mean-action return of every task against steps", drawn)
+    parts += picture("aggregate", "interquartile mean of the mean-action return", drawn)
+    if any(runs.get(label) for label in BASELINES[1:]):
+        parts += [f"Baselines at {MARK:,} steps, {BOTH}:", "", baselines_table(runs), ""]
+        labels = [label for label in OURS if runs.get(label) and label not in DISCRETE]
+        rows = [[OURS[label].name, f"`results/{label}`", OURS[label].what] for label in labels]
+        parts += [markdown(["algorithm", "results", "what"], rows, text=3), ""]
+    return ["## Figures", "", *parts] if parts else []
+
+
+def time_section(runs, drawn):
+    if not any(runs.get(label, {}).get(task) for label in TIMED for task in GOALS):
+        return []
+    text = (
+        "Environment steps and minutes to the first evaluation at or above a return; with several "
+    )
+    text += "seeds the median over all of them, and how many came there."
+    if any(label.startswith("time/") for label in runs):
+        text += " Those with a star were run side by side, one thread each, at the same time."
+    parts = ["## Time to a return", "", text, "", time_table(runs), ""]
+    return parts + picture("time", "mean-action return against steps and minutes", drawn)
+
+
+def ablation_section(runs, drawn):
+    if not ablation_tasks(runs):
+        return []
+    parts = ["## The ablation", "", *earlier_line(runs, ABLATION[1:])]
+    parts += [
+        f"At {MARK:,} steps, {BOTH}. The paper's order, by the mean action: MPO, parametric MPO,"
+    ]
+    parts[-1] += " EPG, single-sample actor-critic."
+    parts += ["", ablation_table(runs), "", *picture("ablation", "the paper's ablation", drawn)]
+    if any(label.startswith("epg/") for label in runs):
+        parts += [f"EPG + Retrace by its entropy scale, {BOTH}:", "", scales_table(runs), ""]
+    return parts
+
+
+def long_section(runs, published):
+    parts = []
+    for mark in LONG:
+        tasks = tasks_with(runs, "mpo_continuous", "training", mark)
+        for how in HOWS if tasks else ():
+            if any(mark in marks for marks in published[how]["DreamerV3"].values()):
+                name = "Training returns" if how == "training" else "Mean action"
+                table = main_table(runs, published, how, mark, tasks)
+                parts += [f"{name} at {mark:,} steps:", "", table, ""]
+    return ["## Longer runs", "", *parts] if parts else []
+
+
+def high_section(runs, drawn):
+    if not high_tasks(runs):
+        return []
+    table = last_table(runs, high_tasks(runs), [label for label in OURS if label not in DISCRETE])
+    parts = ["## High-dimensional bodies and parkour", "", table, ""]
+    return parts + picture("high", "mean-action return against steps", drawn)
+
+
+def sensitivity_section(runs):
+    table, step = sensitivity_table(runs)
+    if not step:
+        return []
+    text = f"`python benchmark/studies/sensitivity.py`, at {step:,} steps, {BOTH}:"
+    return ["## Sensitivity", "", text, "", table, ""]
+
+
+def discrete_section(runs, drawn):
+    if not games_of(runs):
+        return []
+    text = (
+        "`mpo_atari.py`: scores of whole games, never clipped; evaluations have the most probable"
+    )
+    text += " action. A step of Atari is four frames. The paper's MPO: Pong 20.9, Breakout 360.5, "
+    text += "Qbert 10,317, Tennis 22.2, Boxing 82.0."
+    parts = ["## Discrete actions", "", *earlier_line(runs, DISCRETE), text, ""]
+    parts += [last_table(runs, games_of(runs), DISCRETE), ""]
+    return parts + picture("discrete", "scores of mpo_atari.py against agent steps", drawn)
+
+
+def readme(runs, published, drawn):
     """All of benchmark/README.md. drawn: the names of the figures that exist."""
     count = sum(len(seeds) for tasks in runs.values() for seeds in tasks.values())
-    mark = widest_mark(runs)
-    cells = "training / mean action (seeds)"
     parts = [PROTOCOL.format(count=counted(count, "run"), missing=MISSING)]
-    for each in MARKS:
-        table = published_table(runs, published, each)
-        if tasks_with(runs, "mpo_continuous", "training", each):
-            parts += [f"At {each:,} steps:", "", table, ""]
-        else:
-            fold = f"<details><summary>At {each:,} steps: none of ours yet, the published figures</summary>"
-            parts += [fold, "", table, "", "</details>", ""]
-    parts += picture("training", "training return of every task against environment steps", drawn)
-    parts += picture("evaluation", "mean-action return of every task against environment steps", drawn)
-    parts += picture("wall-clock", "mean-action return of every task against minutes", drawn)
-    if mark:
-        parts += ["## Baselines", "", f"At {mark:,} steps: {cells}.", ""]
-        tasks = [task for task in SUITE if any(runs.get(label, {}).get(task) for label in BASELINES)]
-        parts += [compared_table(runs, BASELINES, mark, tasks), "", "What each algorithm is:", ""]
-        rows = [[OURS[label].name, f"`results/{label}`", OURS[label].what] for label in OURS if label not in DISCRETE]
-        parts += [markdown(["algorithm", "results", "what"], rows, text=3), ""]
-        parts += ["## The ablation", "", f"At {mark:,} steps: {cells}.", ""]
-        tasks = in_order({*TASKS["ablation3"].split(), *ablation_tasks(runs)})
-        parts += [compared_table(runs, ABLATION, mark, tasks), ""]
-        parts += picture("ablation", "ablation: training and mean-action return", drawn)
-        parts += ["## Aggregates", "", f"Return at {mark:,} steps; in brackets the 95% interval.", ""]
-        parts += [aggregate_table(runs, mark), ""]
-        parts += picture("aggregate", "interquartile mean and performance profile", drawn)
-    if games_of(runs):
-        parts += ["## Discrete actions", "", DISCRETE_TEXT, games_table(runs), ""]
-        parts += picture("discrete", "scores of mpo_atari.py against agent steps", drawn)
-    table, step = sensitivity_table(runs)
-    if step:
-        parts += [
-            "## Sensitivity",
-            "",
-            f"`python benchmark/sensitivity.py`, windows of 8, at {step:,} steps: {cells}.",
-            "",
-        ]
-        parts += [table, "", *picture("sensitivity", "return with each setting divided by and times 3", drawn)]
-    parts += ["## All runs", "", runs_table(runs, results), ""]
+    parts += main_section(runs, published) + figures_section(runs, drawn)
+    parts += time_section(runs, drawn) + ablation_section(runs, drawn)
+    parts += long_section(runs, published) + high_section(runs, drawn)
+    parts += sensitivity_section(runs) + discrete_section(runs, drawn)
     return "\n".join(parts)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=Path, default=HERE / "results", help="the CSVs")
-    parser.add_argument("--output", type=Path, default=HERE, help="folder for README.md and figures/")
-    parser.add_argument("--tables", action="store_true", help="write README.md only")
-    parser.add_argument("--untracked", action="store_true", help="with the CSVs that git does not know")
+    parser.add_argument("--output", type=Path, default=HERE, help="folder for what is written")
+    parser.add_argument("--tables", action="store_true", help="write no figures")
+    parser.add_argument("--untracked", action="store_true", help="with CSVs that git does not know")
     options = parser.parse_args()
     files, others = result_files(options.results, options.untracked)
     if others:
-        print(f"left out {counted(others, 'CSV')} that git does not know; git add them, or use --untracked")
+        print(f"left out {counted(others, 'CSV')} that git does not know; git add, or --untracked")
     if not files:
-        print(f"report.py: there is no CSV in {options.results}; benchmark/run.py makes them.", file=sys.stderr)
+        sentence = f"there is no CSV in {options.results}; benchmark/run.py makes them."
+        print(f"report.py: {sentence}", file=sys.stderr)
         raise SystemExit(2)
     runs, published = read_runs(options.results, files), read_published()
     folder = options.output / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in {} if options.tables else figures(runs, published).items():
+        for path in folder.glob(f"{name}.*"):
+            path.unlink()
         if figure is not None:
             figure.savefig(folder / f"{name}.png", dpi=150)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
             plt.close(figure)
     drawn = [path.stem for path in folder.glob("*.png")]
-    (options.output / "README.md").write_text(readme(runs, published, options.results, drawn))
+    (options.output / "README.md").write_text(readme(runs, published, drawn))
+    (options.output / "RUNS.md").write_text(runs_page(runs, options.results))
     if options.output == HERE:
         front = HERE.parent / "README.md"
-        front.write_text(front_page(front.read_text(), front_table(runs, published)))
-    print(f"wrote {options.output / 'README.md'} and {counted(len(drawn), 'figure')}")
+        front.write_text(front_page(front.read_text(), front_block(runs, published)))
+    print(f"wrote {options.output / 'README.md'}, RUNS.md and {counted(len(drawn), 'figure')}")
 
 
 if __name__ == "__main__":
