@@ -1,12 +1,12 @@
 """One harness for all scripts: a test asks for functions by name, and runs against each script
 that defines them. tests/math is what to read first: each claim there is one of the paper's."""
 
-import importlib
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,18 +14,12 @@ for folder in (ROOT, ROOT / "tests"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+import mpo_atari  # noqa: E402
+import mpo_continuous  # noqa: E402
+import mpo_distributed  # noqa: E402
+import mpo_parametric  # noqa: E402
 
-def load(name):
-    """A script that is there, imports and has the new shape; else nothing."""
-    try:
-        module = importlib.import_module(name)
-    except Exception:
-        return []
-    return [module] if hasattr(module, "ORIGIN") else []
-
-
-NAMES = ["mpo_continuous", "mpo_parametric", "mpo_atari", "mpo_distributed"]
-SCRIPTS = [script for name in NAMES for script in load(name)]
+SCRIPTS = [mpo_continuous, mpo_parametric, mpo_atari, mpo_distributed]
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -34,7 +28,7 @@ settings.register_profile(
 settings.load_profile("repository")
 
 # files that take long, the longest first, so that at the end no core is left with one of them
-LONGEST = ["test_distributed", "test_atari", "test_resume", "test_learning", "test_bad_input"]
+LONGEST = ["test_workers", "test_atari", "test_resume", "test_learning", "test_bad_input"]
 
 
 def pytest_collection_modifyitems(items):
@@ -53,6 +47,17 @@ def scripts_with(*names):
 def script(request):
     """Every script in turn; parametrize("script", scripts_with(...)) narrows the choice."""
     return request.param
+
+
+@pytest.fixture
+def step(script):
+    """The script's gradient step; where workers average their gradients, in a group of one."""
+    if not hasattr(script, "averaged_step"):
+        yield script.gradient_step
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield script.averaged_step
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

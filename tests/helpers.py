@@ -103,19 +103,19 @@ def alive(batch):
 
 
 def episode(script, states, terminated, seed=0, **changes):
-    """The n + 1 rows of an episode that visits these states [n + 1, S]; the last is final."""
+    """The n + 1 rows, in float32, of an episode that visits these states [n + 1, S]."""
     generator, count = numbers(seed), len(states)
     rows = script.Rows(
         state=states,
         action=normal(generator, count, ACTION_SIZE),
         behaviour_log_prob=normal(generator, count) - 2,
         reward=normal(generator, count),
-        terminated=torch.zeros(count).double(),
-        final=torch.zeros(count).double(),
+        terminated=torch.zeros(count),
+        final=torch.zeros(count),
     )
     rows.terminated[-2] = float(terminated)
     rows.final[-1] = 1
-    return rows._replace(**changes)
+    return script.Rows(*(x.float() for x in rows._replace(**changes)))
 
 
 def double(batch):

@@ -1,22 +1,24 @@
 """Break every formula once, one change at a time, and see whether a test notices.
 
-    python tests/mutants.py                            every change to the mathematics of mpo_continuous.py
-    python tests/mutants.py mpo_parametric lagrangian  of another script, and only in what is called so
+    python tests/mutants.py                            all the mathematics of mpo_continuous.py
+    python tests/mutants.py mpo_parametric lagrangian  of another script, what is called so
     python tests/mutants.py --list                     only say what would be changed
 
-A change is the smallest that means something: + for -, * for /, < for <=, another number, a sign, a transposition, a
-`.detach()` or a `.square()` dropped, `mean` for `mean_i`. Each is made to the text of the script between the banners
-"Networks" and "Acting and evaluating", and the tests of the mathematics run on it until one fails. What no test notices
-is printed, and the exit code is then 1. A change that makes no difference to what is computed is marked in SAME.
-Functions that two scripts share to the letter are changed in the first alone; the tests run them from every script.
+A change is the smallest that means something: + for -, * for /, < for <=, another number, a sign, a
+transposition, a `.detach()` or a `.square()` dropped, `mean` for `mean_i`. Each is made to the text
+of the script between the banners "Networks" and "Plumbing", and the tests in tests/math run on it
+until one fails. What none notices is printed, and the exit code is then 1. A change that makes no
+difference to what is computed is marked in SAME. Functions that two scripts share to the letter are
+changed in the first alone; the tests run them from every script. The training loop, main(), is
+changed only where it is named: tests/run is what holds it.
 Pytest does not run this file. It needs Linux or macOS, for each change is tried in a fork.
 """
 
 import argparse
 import ast
-import contextlib
 import importlib.util
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -24,42 +26,62 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("MUJOCO_GL", "disabled")
 HERE = Path(__file__).resolve().parent
-FILES = ["metrics", "retrace", "e_step", "m_step", "gradients", "replay", "parametric", "atari"]
-APART = "learns or kill or copied_alone or refused_with or help or same_seed or played or video or stopped"  # processes
-SCRIPTS = ["mpo_continuous", "mpo_parametric", "mpo_atari"]
-SECTIONS = ("# Networks.", "# Acting and evaluating.")
-OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Pow: "*", ast.FloorDiv: "*", ast.Mod: "+"}
-SIGNS = {**{kind: text for kind, text in zip(OPERATORS, "+ - * / ** // %".split())}, ast.And: "and", ast.Or: "or"}
-COMPARED = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!=")}
+# the quickest files first; those of a script's own come before them
+FILES = ["networks", "losses", "retrace", "metrics", "m_step", "e_step", "replay", "multipliers"]
+APART = "learns kill copied_alone refused_with help same_seed played video stopped process"
+SCRIPTS = ["mpo_continuous", "mpo_parametric", "mpo_atari", "mpo_distributed"]
+SECTIONS = ("# ---- Networks", "# ==== Plumbing")
+OPERATORS = {
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "/",
+    ast.Div: "*",
+    ast.Pow: "*",
+    ast.FloorDiv: "*",
+    ast.Mod: "+",
+}
+SIGNS = {
+    **{kind: text for kind, text in zip(OPERATORS, "+ - * / ** // %".split())},
+    ast.And: "and",
+    ast.Or: "or",
+}
+COMPARED = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+}
 OTHER_NAME = {"sum": "mean", "mean": "sum", "min": "max", "max": "min"}
-PAIRS = "policy target_policy, critic target_critic, log_eta_mu log_eta_sigma, epsilon_mu epsilon_sigma, c_mu c_sigma"
-PAIRS = [pair.split() for pair in f"{PAIRS}, of_mu of_sigma".split(", ")]
+PAIRS = [
+    ("policy", "target_policy"),
+    ("critic", "target_critic"),
+    ("log_eta_mu", "log_eta_sigma"),
+    ("eta_mu", "eta_sigma"),
+    ("epsilon_mu", "epsilon_sigma"),
+    ("c_mu", "c_sigma"),
+    ("valid", "alive"),
+    ("multiplier_losses", "constraints"),
+    ("multiplier_terms", "policy_terms"),
+]
 OTHER_PART = dict(PAIRS) | {b: a for a, b in PAIRS}
-DROPPED = "detach exp log square sqrt rsqrt abs relu_ mT long float".split()
-SAME = [  # changes that make no difference: what stands before it in the line, the new text, and why
-    ("head.weight.mul_(", "0.02"),  # a start near zero, whichever
-    ("logits.weight.mul_(", "0.02"),
-    ("CHUNK = ", "1025"),  # how large a file is
-    ("h.dim() == ", "5"),  # never so: then every product is a plain one, of equal result
+DROPPED = "detach exp log square sqrt rsqrt abs mT long float clone".split()
+PATIENCE = 600  # seconds of computing; a change that makes the tests hang is noticed
+# changes that make no difference: what stands before it in the line, the new text, and why
+SAME = [
+    ("head.weight.data.mul_(", "0.02"),  # a start near zero, whichever
     ("clamp(min=", "2e-30"),  # a weight of 0 times any logarithm
     ("advantage_std.clamp(min=", "2e-06"),  # a floor that only keeps a quotient finite
-    ("p.shape[-", "2"),  # P is square
-    ("_, p = whiten(", "mean"),  # P does not depend on the means
-    ("_, p = whiten(mean_i, cholesky_i, ", "mean"),
-    ("self.starts = torch.zeros(", "1"),  # overwritten before the first use
-    ("self.head = int(index[-1] + 1) ", "+"),  # the next index is taken modulo the capacity
-    ("valid=(~over[:, :-1])", ""),  # a product with a boolean is one with 0 and 1
-    ("[sampled, taken], dim=", "+"),  # of four axes the last but one is the one after the second
-    ("scores[:, :-1, -1]", ""),  # what was done, scored by the targets: there is no gradient in it
-    ("leave_one_out_advantage(scores", ""),  # the objective does it once more
-    ('(seen["mean"].abs() ', ">="),  # no mean is 1 to the last digit
-    ("{name: x", ""),  # only what is remembered for longer
+    ("vector_to_parameters(flat ", "*"),  # one worker here; tests/run has several
 ]
+# what only several processes show, and the training loop: tests/run
+NOT_HERE = ["main", "together", "gather", "broadcast"]
 
 
 def parts(text):
-    """(name, start, end) of each function, method and class between the two banners, outermost first."""
+    """The functions and classes between the two banners."""
     first, last = (text[: text.index(banner)].count("\n") for banner in SECTIONS)
     inside = [node for node in ast.parse(text).body if first < node.lineno <= last]
     return [node for node in inside if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
@@ -76,7 +98,7 @@ class Changes(ast.NodeVisitor):
         self.found.append((line, column, old, new))
 
     def between(self, left, right, old, new):
-        """Where the operator stands between two operands that are on one line, maybe with a bracket around."""
+        """Where the operator stands between two operands on one line, maybe with brackets."""
         if left.end_lineno == right.lineno:
             gap = self.lines[left.end_lineno - 1][left.end_col_offset : right.col_offset].decode()
             self.change(left.end_lineno, left.end_col_offset + gap.index(old), old, new)
@@ -121,7 +143,10 @@ class Changes(ast.NodeVisitor):
             )
 
     def visit_Call(self, node):
-        if getattr(node.func, "attr", "") in ("squeeze", "unsqueeze"):  # an axis counted from the front may be the same
+        if getattr(node.func, "attr", "") in (
+            "squeeze",
+            "unsqueeze",
+        ):  # an axis counted from the front may be the same
             self.visit(node.func)
         else:
             self.generic_visit(node)
@@ -166,22 +191,29 @@ def changed(text, line, column, old, new):
 
 
 def survives(name, text):
-    """Whether the tests pass with this text in place of the script's. In a fork: this process stays as it is."""
+    """Whether the tests pass with this text as the script. In a fork: this process stays as is."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        failed = 1
-        try:
-            spec = importlib.util.spec_from_loader(name, loader=None, origin=str(HERE.parent / f"{name}.py"))
-            script = sys.modules[name] = importlib.util.module_from_spec(spec)
-            script.__file__ = spec.origin
-            exec(compile(text, spec.origin, "exec"), script.__dict__)
-            files = [str(HERE / f"test_{file}.py") for file in FILES]
-            its_own = f"({name} or {name.replace('mpo', 'test')}) and not ({APART})"
-            failed = pytest.main(["-n", "0", "-x", "-p", "no:cacheprovider", "-k", its_own, *files])
-        finally:
-            os._exit(min(int(failed), 1))
+    failed = 1
+    try:
+        resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, PATIENCE))
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+        origin = str(HERE.parent / f"{name}.py")
+        spec = importlib.util.spec_from_loader(name, loader=None, origin=origin)
+        script = sys.modules[name] = importlib.util.module_from_spec(spec)
+        script.__file__ = origin
+        exec(compile(text, origin, "exec"), script.__dict__)
+        own = HERE / "math" / f"test_{name.removeprefix('mpo_')}.py"
+        files = [str(HERE / "math" / f"test_{file}.py") for file in FILES]
+        files = [str(own), *files] if own.exists() else files
+        apart = " or ".join(APART.split())
+        chosen = f"({name} or {own.stem}) and not ({apart})"
+        options = ["-n", "0", "-x", "-p", "no:cacheprovider", "-k", chosen]
+        failed = pytest.main([*options, *files])
+    finally:
+        os._exit(min(int(failed), 1))
 
 
 def main():
@@ -190,18 +222,26 @@ def main():
     parser.add_argument("parts", nargs="*", help="functions and classes to change; none: all")
     parser.add_argument("--list", action="store_true", help="only list the changes")
     args = parser.parse_args()
-    text = (HERE.parent / f"{args.script}.py").read_text()
-    shared = [(HERE.parent / f"{name}.py").read_text() for name in SCRIPTS[: SCRIPTS.index(args.script)]]
+    texts = {name: (HERE.parent / f"{name}.py").read_text() for name in SCRIPTS}
+    text = texts[args.script]
+    earlier = [texts[name] for name in SCRIPTS[: SCRIPTS.index(args.script)]]
     names = args.parts or [
-        part.name for part in parts(text) if not any(ast.get_source_segment(text, part) in other for other in shared)
+        part.name
+        for part in parts(text)
+        if part.name not in NOT_HERE
+        and not any(ast.get_source_segment(text, part) in other for other in earlier)
     ]
     found, noticed, same, started = changes(text, names), 0, 0, time.time()
     torch.set_num_threads(1)  # a fork has one thread
+    sys.path.insert(0, str(HERE.parent))
+    for name in (*SCRIPTS, "shimmy", "hypothesis", "scipy.stats"):  # once, for all forks
+        importlib.import_module(name)
     if not args.list and not survives(args.script, text):
         sys.exit("the tests fail without any change")
     for number, (line, column, old, new) in enumerate(found, 1):
         whole = text.splitlines()[line - 1]
-        before, what = whole[:column], f"{args.script}.py:{line}: {old!r} -> {new!r} in {whole.strip()}"
+        before = whole[:column]
+        what = f"{args.script}.py:{line}: {old!r} -> {new!r} in {whole.strip()}"
         if args.list:
             print(what)
         elif any(before.endswith(piece) and new == known for piece, known in SAME):
@@ -212,13 +252,13 @@ def main():
             noticed += 1
         if not args.list and sys.stdout.isatty():
             left = (time.time() - started) / number * (len(found) - number)
-            print(f"\r\033[K{number} of {len(found)}, {left / 60:.0f} min left", end="\r", flush=True)
+            words = f"{number} of {len(found)}, {left / 60:.0f} min left"
+            print(f"\r\033[K{words}", end="\r", flush=True)
     if args.list:
         return print(f"{len(found)} changes")
-    print(
-        f"{len(found)} changes: {noticed} noticed, {same} make no difference, {len(found) - noticed - same} not noticed"
-    )
-    sys.exit(int(noticed + same < len(found)))
+    survivors = len(found) - noticed - same
+    print(f"{len(found)} changes: {noticed} noticed, {same} make no difference, {survivors} not")
+    sys.exit(int(survivors > 0))
 
 
 if __name__ == "__main__":

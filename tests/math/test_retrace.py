@@ -28,7 +28,7 @@ with_learner = pytest.mark.parametrize("script", scripts_with("gaussian_log_prob
 
 
 def window(seed, b=2, t=5):
-    """q, v_next, reward, discount, trace [B, T], the trace ending with the window as retrace asks."""
+    """q, v_next, reward, discount, trace [B, T]; the trace ends with the window."""
     generator = numbers(seed)
     q, v_next, reward = (normal(generator, b, t) for _ in range(3))
     discount = torch.rand(b, t, generator=generator, dtype=torch.float64)

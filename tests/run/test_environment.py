@@ -1,0 +1,173 @@
+"""The environment as the learner sees it: a vector observed, actions in [-1, 1], time limits that
+do not terminate."""
+
+import inspect
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import tasks  # noqa: F401, registers them
+import torch
+from running import FIRST, SINGLE, TASK, dm_control_tasks, flags, make_policy, rows, together, train
+
+DM_CONTROL = dm_control_tasks()
+PARTS = [(name, getattr(gym.spec(name).entry_point, "keywords", {})) for name in DM_CONTROL]
+SUITE = [name for name, keywords in PARTS if "domain_name" in keywords]
+NEEDS_OPENGL = ["dm_control/quadruped-escape-v0"]  # draws its terrain on the graphics card
+UNBOUNDED = [name for name in SUITE if "lqr" in name]
+MANIPULATION = [name for name in DM_CONTROL if name.endswith("_features-v0")]
+VISION = [name for name in DM_CONTROL if name.endswith("_vision-v0")]
+
+
+@pytest.fixture(scope="module", params=FIRST)  # make_env is the same text in the others
+def script(request):
+    return request.param
+
+
+def make(script, env_id, **settings):
+    return script.make_env(script.Args(env_id=env_id, **settings))
+
+
+def refusal(script, capsys, env_id, **settings):
+    with pytest.raises(SystemExit) as stop:
+        make(script, env_id, **settings)
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("other", SINGLE[1:])
+def test_the_environment_of_the_other_scripts_is_the_same_text(script, other):
+    assert inspect.getsource(script.make_env) == inspect.getsource(other.make_env)
+
+
+@pytest.mark.filterwarnings("error")  # what a user would see on a terminal
+def test_an_action_of_one_is_the_tasks_own_bound(script):
+    env = make(script, "Pendulum-v1")
+    for action, torque in ((1.0, 2.0), (-1.0, -2.0), (0.25, 0.5), (3.0, 2.0), (-9.0, -2.0)):
+        env.reset(seed=0)
+        env.step(np.array([action], dtype=np.float32))
+        assert env.unwrapped.last_u == torque
+
+
+def test_the_centre_of_an_asymmetric_range_is_action_zero(script):
+    env = make(script, "Asymmetric-v0")
+    env.reset(seed=0)
+    for action in ([0, 0], [1, -1], [-2, 0.5]):
+        env.step(np.array(action, dtype=np.float32))
+    assert np.allclose(env.unwrapped.received, [[2, 2], [5, -1], [-1, 3.5]])
+
+
+def test_a_dictionary_of_float64_observations_becomes_one_vector_of_float32(script):
+    args = script.Args(env_id="dm_control/walker-walk-v0", time_limit=3, policy_layers=(8, 8))
+    env = script.make_env(args)
+    assert isinstance(env.unwrapped.observation_space, gym.spaces.Dict)
+    assert env.observation_space.shape == (24,)  # 14 orientations, a height, 9 velocities
+    state, _ = env.reset(seed=0)
+    assert state.shape == (24,)
+    suite = env.unwrapped._env
+    parts = suite.task.get_observation(suite.physics).values()
+    assert np.array_equal(np.sort(state), np.sort(np.concatenate([np.ravel(x) for x in parts])))
+
+    episode = script.run_episode(env, make_policy(script, env, args), 0, args)
+    assert len(episode.state) == 4 and episode.final.tolist() == [0, 0, 0, 1]
+    assert {x.dtype for x in episode} == {torch.float32}
+    assert torch.equal(episode.state[0], torch.as_tensor(state).float())
+
+
+def test_a_tuple_of_observations_becomes_one_vector_too(script):
+    env = make(script, "Pair-v0")
+    assert env.reset(seed=0)[0].shape == env.observation_space.shape == (2,)
+
+
+def test_a_time_limit_truncates_and_does_not_terminate(script):
+    for task, settings, limit in (
+        (TASK, {}, 1000),
+        (TASK, {"time_limit": 25}, 25),
+        ("Still-v0", {}, 1000),  # it has none of its own
+        ("Own-v0", {}, 30),
+    ):
+        env = make(script, task, **settings)
+        env.reset(seed=0)
+        ends = [env.step(np.zeros(1))[2:4] for _ in range(limit)]
+        assert ends == [(False, False)] * (limit - 1) + [(False, True)], task
+
+
+TASKS = [TASK, "dm_control/finger-turn_hard-v0", "InvertedPendulum-v5", "Pendulum-v1"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_seed_reproduces_an_episode_to_the_bit(script, task):
+    args = script.Args(env_id=task, time_limit=30, policy_layers=(8, 8), initial_std=0.2)
+
+    def live(seed, warm_up=()):
+        env = script.make_env(args)
+        torch.manual_seed(1)
+        policy = make_policy(script, env, args)
+        for other in warm_up:  # what the environment lived through before must not matter
+            script.run_episode(env, policy, other, args)
+        torch.manual_seed(2)
+        return script.run_episode(env, policy, seed, args)
+
+    first, again, other = live(7), live(7, warm_up=(8, 9)), live(10)
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    assert not torch.equal(first.state[0], other.state[0])
+
+
+def test_seeds_of_episodes_are_all_different(script):
+    numbers = [(seed, kind, n) for seed in range(5) for kind in (0, 1) for n in range(200)]
+    assert len({script.episode_seed(*number) for number in numbers}) == 2000
+
+
+@pytest.mark.parametrize("script", SINGLE, indirect=True)
+def test_humanoids_of_21_and_56_actions_are_updated_with_finite_numbers(script, tmp_path):
+    settings = dict(time_limit=20, learning_starts=40, total_timesteps=80, eval_episodes=1)
+    settings |= dict(updates_per_step=0.1, batch_size=16, eval_every=80)
+
+    def learn(name):
+        words = flags(env_id=f"dm_control/{name}-v0", run_dir=name, **settings)
+        return train(script, words, tmp_path)
+
+    names = ("humanoid-walk", "humanoid_CMU-walk")
+    together(*(lambda name=name: learn(name) for name in names))
+    for name, actions in zip(names, (21, 56)):
+        saved = torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        assert saved["replay"]["rows"][1].shape == (84, actions) and saved["done"]["updates"] == 8
+        table = rows(tmp_path / name)
+        assert float(table[-1]["eval/episodic_return"]) >= 0
+        for row in table:
+            learned = [float(value) for key, value in row.items() if key[:4] in ("mpo/", "loss")]
+            assert len(learned) > 10 and np.isfinite(learned).all()
+
+
+@pytest.mark.parametrize("task", sorted(set(SUITE) - set(NEEDS_OPENGL) - set(UNBOUNDED)))
+def test_every_task_of_the_control_suite_can_be_made_and_lived_in(script, task):
+    env = make(script, task)
+    state, _ = env.reset(seed=0)
+    for value in (1, -1):
+        state, reward, *_ = env.step(np.full(env.action_space.shape, value, np.float32))
+        assert state.shape == env.observation_space.shape
+        assert np.isfinite(state).all() and np.isfinite(reward)
+
+
+def test_the_control_suite_is_not_empty():
+    assert len(SUITE) >= 45 and len(UNBOUNDED) == 2
+    assert len(VISION) >= 8 and len(MANIPULATION) >= 8
+
+
+@pytest.mark.parametrize("task", ["Unbounded-v0", *UNBOUNDED])
+def test_unbounded_actions_are_refused_with_one_sentence(script, capsys, task):
+    (sentence,) = refusal(script, capsys, task)
+    assert task in sentence and "bound" in sentence
+
+
+@pytest.mark.parametrize("task", MANIPULATION[:2])
+def test_manipulation_from_features_is_not_taken_for_vision(script, task):
+    env = make(script, task)
+    state, _ = env.reset(seed=0)
+    assert state.shape == env.observation_space.shape
+
+
+@pytest.mark.parametrize("task", [*VISION[:2], "dm_control/RodentEscapeBowl-v0", *NEEDS_OPENGL])
+def test_a_task_that_must_be_drawn_is_refused_with_one_sentence(script, capsys, task):
+    (sentence,) = refusal(script, capsys, task)
+    assert task in sentence and ("image" in sentence or "OpenGL" in sentence)
