@@ -1,0 +1,803 @@
+# SPDX-License-Identifier: MIT
+"""Maximum a Posteriori Policy Optimisation (MPO) with many workers: Algorithms 1 and 2 of the paper
+(Abdolmaleki et al., ICLR 2018). From the project "MPO, one readable file per variant".
+
+    torchrun --standalone --nproc-per-node 4 mpo_distributed.py --env-id dm_control/walker-walk-v0
+    torchrun --standalone --nproc-per-node 4 mpo_distributed.py --resume RUN_DIR
+    python mpo_distributed.py --evaluate RUN_DIR --capture-video
+
+With --max-restarts 3, torchrun starts the group again when a worker dies, from its last checkpoint.
+Started by python, it is a group of one. Returns to expect of walker-walk: mpo_continuous.py's after
+as many gradient steps, of which K workers take one, on K batches, for every K environment steps.
+
+    theta, phi          the policy pi being fitted, and the critic Q
+    theta_i, phi'       their targets: the policy pi_i that pi started from, and Q'
+    q(a|s)              the E-step's improved policy, proportional to pi_i(a|s) exp(Q'(s,a)/eta)
+    eta                 temperature of the E-step: the multiplier of KL(q || pi_i) <= epsilon
+    eta_mu, eta_sigma   multipliers of the M-step's bounds on the change of mean and covariance
+    b(a|s)              the policy that acted when the data was collected
+    K                   the workers, which torchrun counts as --nproc-per-node
+    B, T, M, S, A       in shapes: windows, their steps, sampled actions, observation, action size
+"""
+# /// script
+# requires-python = ">=3.10,<3.13"
+# dependencies = ["torch>=2.4,<3", "numpy>=1.26,<3", "gymnasium>=1.0,<2", "shimmy>=2.0,<3",
+#     "dm_control>=1.0.20,<2", "mujoco>=3.1.6,<4", "tyro>=0.9,<2", "tensorboard>=2.16,<3",
+#     "tqdm>=4.66,<5", "imageio>=2.34,<3", "imageio-ffmpeg>=0.5,<1"]
+# ///
+
+import copy
+import importlib
+import io
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import imageio.v2 as imageio
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+ORIGIN = ("mpo_distributed.py", 1)  # what saved files say of the script, and of their format
+PAPER = {"epsilon_mu": 0.1, "policy_learning_rate": 5e-4, "target_period": 1000}  # see --paper
+
+
+# ---- Settings. Each comment is the flag's line in --help; "paper:" marks a printed value.
+@dataclass
+class Args:
+    """Maximum a Posteriori Policy Optimisation with many workers, started by torchrun."""
+
+    env_id: str = "dm_control/walker-walk-v0"  # a task of dm_control or Gymnasium, or MODULE:TASK
+    seed: int = 1  # of networks, exploration, replay sampling and every episode
+    paper: bool = False  # take the values that the paper prints where our defaults are others
+    time_limit: int = 0  # cut episodes after this many steps; 0: the task's own limit, or 1000
+
+    gamma: float = 0.99  # discount (paper: 0.99)
+    epsilon: float = 0.1  # the E-step's bound on KL(q || pi_i) (paper: 0.1)
+    epsilon_mu: float = 5e-3  # the M-step's bound on the change of the mean (paper: 0.1)
+    epsilon_sigma: float = 1e-4  # the M-step's bound on the change of the covariance (paper: 1e-4)
+    joint_bound: bool = False  # bound the whole KL(pi_i || pi) by epsilon_mu instead
+    num_samples: int = 20  # M, the actions sampled per state to estimate integrals
+    window: int = 4  # T, the steps in a replayed window, after which Retrace bootstraps
+    batch_size: int = 64  # B, the windows in each worker's part of a gradient step
+    policy_layers: tuple[int, ...] = (100, 100)  # hidden layers (paper: 100 100; humanoid 200 200)
+    critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
+    covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
+    initial_std: float = 0.5  # standard deviation of the untrained policy; actions are in [-1, 1]
+    min_std: float = 0.01  # least diagonal entry of the Cholesky factor
+    max_std: float = 0.0  # what no standard deviation reaches, such as 1; 0: no such bound
+
+    learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
+    policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
+    multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
+    max_grad_norm: float = 40.0  # longer gradients, of each network, are scaled down to this norm
+    trajectories: int = 1  # L, the episodes of each worker before each round of gradient steps
+    updates_per_step: float = 1.0  # gradient steps per step of one worker (paper: 1 per step)
+    target_period: int = 100  # gradient steps between copies of the targets (paper: 1000)
+    learning_starts: int = 2000  # environment steps, of all workers, before the first gradient step
+    buffer_size: int = 1_000_000  # steps kept in each worker's replay
+
+    total_timesteps: int = 100_000  # environment steps to train for, of all workers
+    run_dir: str = ""  # folder of this run; empty: runs/TASK__SCRIPT__SEED__TIME
+    resume: str = ""  # continue the run in this folder; settings above total_timesteps stay
+    evaluate: str = ""  # train nothing; evaluate the policy saved in this folder or file
+    eval_every: int = 10_000  # environment steps between two evaluations, each with a checkpoint
+    eval_episodes: int = 10  # episodes in an evaluation
+    capture_video: bool = False  # film an episode of the final policy: RUN_DIR/evaluation.mp4
+    threads: int = 1  # CPU threads of each worker
+    device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
+    compile: bool = False  # compile the gradient step: a minute at the start, then faster
+
+
+# ---- Environment. Whatever the task's spaces are, the learner sees a vector and acts in [-1, 1]^A.
+def make_env(args, render=False):
+    """The task with observations [S], and actions [A] scaled from [-1, 1] to its own bounds."""
+    if sys.platform == "linux":  # read once, when MuJoCo is imported; egl needs no display
+        os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
+    module, _, name = args.env_id.rpartition(":")
+    try:
+        sys.path.append(os.getcwd())
+        importlib.import_module(module or "shimmy")  # registers its tasks; Shimmy's: dm_control
+        options = {"render_mode": "rgb_array"} if render else {}
+        env = gym.make(name, disable_env_checker=True, **options)
+        env.reset(seed=0)
+        if render:
+            env.render()
+    except Exception as error:
+        reason = (str(error) or repr(error)).splitlines()[0]
+        refuse(f"{args.env_id} cannot be {'filmed' if render else 'made'} here: {reason}")
+    limit = env.spec.max_episode_steps
+    if type(env.unwrapped).__module__.startswith("shimmy."):
+        suite = env.unwrapped._env  # dm_control's own
+        limit = getattr(suite, "_step_limit", math.inf)
+        env.unwrapped.metadata["render_fps"] = round(1 / suite.control_timestep())
+        camera = 0 if suite.physics.model.ncam else -1  # the first one follows the body
+        env.unwrapped.render_kwargs = {"width": 480, "height": 360, "camera_id": camera}
+    if args.time_limit > 0 or limit in (None, math.inf):
+        env = gym.wrappers.TimeLimit(env, args.time_limit if args.time_limit > 0 else 1000)
+
+    env, box = gym.wrappers.FlattenObservation(env), env.action_space
+    if env.observation_space.dtype == np.uint8:
+        refuse(f"{args.env_id} observes images; this script needs vectors.")
+    real = isinstance(box, gym.spaces.Box) and box.dtype.kind == "f" and len(box.shape) == 1
+    if not real or max(abs(box.low).max(), abs(box.high).max()) > 1e6:
+        refuse(f"{args.env_id} has actions {box}; this script needs a vector of bounded numbers.")
+    one = box.dtype.type(1)
+    return gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, -one, one))
+
+
+def episode_seed(*numbers):
+    """One seed per episode, by its number: what makes a resumed run repeat an uninterrupted one."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+# ---- Networks. The paper gives their sizes; a layer norm after the first layer is usual for MPO.
+def hidden_layers(input_size, sizes):
+    modules = [nn.Linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU()]
+    for size, next_size in zip(sizes, sizes[1:]):
+        modules += [nn.Linear(size, next_size), nn.ReLU()]
+    return nn.Sequential(*modules)
+
+
+class Policy(nn.Module):
+    """pi(a|s, theta) = N(mu(s), L(s) L(s)^T), L lower triangular with a positive diagonal."""
+
+    def __init__(self, state_size, action_size, args):
+        super().__init__()
+        self.args = args
+        self.hidden = hidden_layers(state_size, args.policy_layers)
+        self.mean = nn.Linear(args.policy_layers[-1], action_size)
+        self.factor = nn.Linear(args.policy_layers[-1], action_size**2)
+        for head in (self.mean, self.factor):  # start at N(0, initial_std^2 I), nearly
+            head.weight.data.mul_(0.01)
+            head.bias.data.zero_()
+        start = args.initial_std
+        if args.max_std:
+            start /= math.sqrt(1 - (start / args.max_std) ** 2)  # which forward() shortens again
+        self.offset = math.log(math.expm1(start - args.min_std))  # softplus gives start - min_std
+
+    def forward(self, state):
+        """state [..., S] -> mean [..., A], Cholesky factor [..., A, A]."""
+        h = self.hidden(state)
+        mean = torch.tanh(self.mean(h))
+        raw = self.factor(h).unflatten(-1, (mean.shape[-1], mean.shape[-1]))
+        diagonal = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.offset) + self.args.min_std
+        cholesky = torch.diag_embed(diagonal)  # A_ii <- log(1 + exp(A_ii))
+        if self.args.covariance == "full":
+            cholesky = cholesky + raw.tril(-1)
+        if self.args.max_std:  # shorten the rows, whose lengths are the standard deviations
+            variance = cholesky.square().sum(-1, keepdim=True)
+            cholesky = cholesky * (1 + variance / self.args.max_std**2).rsqrt()
+        return mean, cholesky
+
+
+class Critic(nn.Module):
+    """Q(s, a, phi). Actions outside [-1, 1] act as clipped ones, so they are scored as such."""
+
+    def __init__(self, state_size, action_size, args):
+        super().__init__()
+        self.hidden = hidden_layers(state_size + action_size, args.critic_layers)
+        self.value = nn.Linear(args.critic_layers[-1], 1)
+
+    def forward(self, state, action):
+        """state [..., S], action [..., A] -> [...]; or M actions each, [..., M, A] -> [..., M]."""
+        if action.dim() > state.dim():
+            state = state.unsqueeze(-2).expand(*action.shape[:-1], -1)
+        h = self.hidden(torch.cat([state, action.clamp(-1, 1)], dim=-1))
+        return self.value(h).squeeze(-1)
+
+
+class Agent(nn.Module):
+    """All that is learned: theta, phi, their targets, and log_NAME of each multiplier."""
+
+    def __init__(self, policy, critic, **multipliers):
+        super().__init__()
+        self.policy, self.critic = policy, critic
+        self.target_policy = copy.deepcopy(policy).requires_grad_(False)
+        self.target_critic = copy.deepcopy(critic).requires_grad_(False)
+        for name, start in multipliers.items():
+            self.register_parameter(f"log_{name}", nn.Parameter(torch.tensor(math.log(start))))
+
+    def copy_targets(self):
+        """theta_i = theta, phi' = phi."""
+        self.target_policy.load_state_dict(self.policy.state_dict())
+        self.target_critic.load_state_dict(self.critic.state_dict())
+
+
+def gaussian_log_prob(mean, cholesky, action):
+    """log N(a; mu, L L^T) of M actions. [..., A], [..., A, A], action [..., M, A] -> [..., M]."""
+    difference = (action - mean.unsqueeze(-2)).mT  # [..., A, M]
+    z = torch.linalg.solve_triangular(cholesky, difference, upper=False)  # L^-1 (a - mu)
+    constant = 0.5 * mean.shape[-1] * math.log(2 * math.pi)
+    return -0.5 * z.square().sum(-2) - log_det(cholesky).unsqueeze(-1) - constant
+
+
+def log_det(cholesky):
+    """log det of a triangular matrix. [..., A, A] -> [...]."""
+    return cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+# ---- Policy evaluation: Retrace. Off-policy data is corrected by clipped importance weights.
+def trace_coefficient(log_prob, behaviour_log_prob):
+    """c = min(1, pi(a|s) / b(a|s)). Any shape."""
+    return (log_prob - behaviour_log_prob).clamp(max=0.0).exp()
+
+
+def retrace(q, v_next, reward, discount, trace):
+    """Retrace targets. All [B, T]; v_next[t] is E_pi Q'(s_{t+1},.), trace[t] is c_{t+1}."""
+    delta = reward + discount * v_next - q  # r_t + gamma E_pi Q'(s_{t+1},.) - Q'(s_t,a_t)
+    decay = discount * trace  # gamma c_{t+1}
+    corrections = [delta[:, -1]]
+    for t in reversed(range(q.shape[1] - 1)):
+        corrections.append(delta[:, t] + decay[:, t] * corrections[-1])
+    return q + torch.stack(corrections[::-1], dim=1)  # + sum_j gamma^{j-t} (prod c_k) delta_j
+
+
+def masked_mean(x, mask):
+    """Mean of x where mask is 1. Both of one shape."""
+    return (x * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+# ---- E-step: q(a|s) = pi_i(a|s) exp(Q'(s,a)/eta) / Z(s), eta at the minimum of the convex dual g.
+# The integrals over actions are sums over samples from pi_i, whose prior weight is 1/M each.
+def temperature_dual(eta, scores, log_prior, epsilon, mask):
+    """g(eta) = eta epsilon + eta E_s log sum_a exp(log_prior + Q'(s,a)/eta). scores [..., M]."""
+    best = scores.amax(-1, keepdim=True)  # outside the exponent, so that float32 keeps the rest
+    log_z = torch.logsumexp(log_prior + (scores - best) / eta, dim=-1)
+    return eta * epsilon + masked_mean(eta * log_z + best.squeeze(-1), mask)
+
+
+def improved_policy(eta, scores, log_prior):
+    """q(a|s) on the actions scored, summing to 1 over them. scores [..., M] -> [..., M]."""
+    return torch.softmax(log_prior + (scores - scores.amax(-1, keepdim=True)) / eta, dim=-1)
+
+
+def categorical_kl(p, log_q):
+    """KL(p || q) = sum_a p (log p - log q). p [..., M] -> [...]."""
+    return (p * (p.clamp(min=1e-30).log() - log_q)).sum(-1)
+
+
+# ---- M-step: maximise E_q log pi(a|s, theta) while the change of mean and covariance stays within
+# epsilon_mu and epsilon_sigma. C_mu + C_Sigma is KL(pi_i || pi).
+def kl_mean(mean_i, mean, cholesky):
+    """C_mu = 1/2 (mu - mu_i)^T Sigma^-1 (mu - mu_i). [..., A], [..., A, A] -> [...]."""
+    change = (mean - mean_i).unsqueeze(-1)
+    return 0.5 * torch.linalg.solve_triangular(cholesky, change, upper=False).square().sum((-2, -1))
+
+
+def kl_covariance(cholesky_i, cholesky):
+    """C_Sigma = 1/2 (tr(Sigma^-1 Sigma_i) - A + ln(det Sigma / det Sigma_i)). -> [...]."""
+    ratio = torch.linalg.solve_triangular(cholesky, cholesky_i, upper=False)  # L^-1 L_i
+    trace = ratio.square().sum((-2, -1))  # tr(Sigma^-1 Sigma_i)
+    return 0.5 * (trace - cholesky.shape[-1]) + log_det(cholesky) - log_det(cholesky_i)
+
+
+def lagrangian(eta, epsilon, kl):
+    """eta (epsilon - C), twice: for the multiplier, which descends, and theta, which ascends."""
+    return eta * (epsilon - kl.detach()), eta.detach() * (epsilon - kl)
+
+
+# ---- Replay: a ring of rows in the order they were lived. An episode of n steps is n + 1 rows: the
+# last is `final`, it has only the observation that a time limit bootstraps from. Whole episodes are
+# added, so a window that starts at a step meets a final row before it meets the ring's seam.
+class Rows(NamedTuple):
+    state: torch.Tensor  # [..., S]
+    action: torch.Tensor  # [..., A]
+    behaviour_log_prob: torch.Tensor  # [...], log b(a|s) at the time of acting
+    reward: torch.Tensor  # [...]
+    terminated: torch.Tensor  # [...], 1 where the step ended its episode; a time limit does not
+    final: torch.Tensor  # [...], 1 where the episode was over and no step was taken
+
+
+class Replay:
+    def __init__(self, capacity, state_size, action_size):
+        shapes = (state_size,), (action_size,), (), (), (), ()
+        self.rows = Rows(*(torch.zeros(capacity, *shape) for shape in shapes))
+        self.capacity, self.size, self.head = capacity, 0, 0
+
+    def add_episode(self, episode):
+        """Append the rows of an episode, over the oldest ones where the ring is full."""
+        index = (self.head + torch.arange(len(episode.state))) % self.capacity
+        for ring, new in zip(self.rows, episode):
+            ring[index[-self.capacity :]] = new[-self.capacity :]
+        self.head = int(index[-1] + 1) % self.capacity
+        self.size = min(self.size + len(index), self.capacity)
+
+    def sample(self, batch_size, window):
+        """Windows that start at steps drawn uniformly."""
+        start = torch.randint(self.size, (batch_size,))
+        while (final := self.rows.final[start] > 0).any():  # no step begins there: draw again
+            start[final] = torch.randint(self.size, (int(final.sum()),))
+        index = (start.unsqueeze(-1) + torch.arange(window + 1)) % self.capacity
+        return Rows(*(ring[index] for ring in self.rows))
+
+    def state_dict(self):
+        return {"rows": [ring[: self.size].clone() for ring in self.rows], "head": self.head}
+
+    def load_state_dict(self, saved):
+        self.add_episode(Rows(*saved["rows"]))
+        self.head = saved["head"]
+
+
+# ---- One gradient step, in the order of the paper's Algorithm 2.
+def compute_losses(agent, batch, noise, args):
+    """The losses of one step, and metrics. batch [B, T+1, ...], noise [B, T+1, M, A] of N(0, I)."""
+    # of the T steps from s_0 .. s_{T-1}: those behind the end of an episode are not valid
+    action, behaviour_log_prob, reward, terminated = (x[:, :-1] for x in batch[1:5])
+    valid = (batch.final.cumsum(1) == 0)[:, :-1].float()
+    # of s_0 .. s_T: one can act in the first, and where a valid step led without terminating
+    alive = F.pad(valid * (1 - terminated), (1, 0), value=1.0)
+
+    # M actions of pi_i in each state, scored once: for V in Retrace and for q in the E-step
+    with torch.no_grad():
+        mean_i, cholesky_i = agent.target_policy(batch.state)
+        sampled = mean_i.unsqueeze(-2) + noise @ cholesky_i.mT  # a_m = mu_i + L_i z_m
+        scores = agent.target_critic(batch.state, sampled)  # [B, T+1, M]
+
+        q_i = agent.target_critic(batch.state[:, :-1], action)
+        v_next = scores[:, 1:].mean(-1)  # E_pi Q'(s_{t+1},.)
+        taken = action.unsqueeze(-2)  # one action per state
+        log_pi_i = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], taken).squeeze(-1)
+        trace = trace_coefficient(log_pi_i, behaviour_log_prob) * valid
+        trace_next = F.pad(trace[:, 1:], (0, 1))  # c_{t+1}; behind the window there is none
+        discount = args.gamma * (1 - terminated)  # a termination bootstraps nothing, a limit does
+        target = retrace(q_i, v_next, reward, discount, trace_next)
+
+    # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
+    q = agent.critic(batch.state[:, :-1], action)
+    critic_loss = masked_mean((q - target).square(), valid)
+
+    # E-step gradient: g(eta), then q(a|s)
+    log_prior = -math.log(args.num_samples)
+    eta = agent.log_eta.exp()
+    dual_loss = temperature_dual(eta, scores, log_prior, args.epsilon, alive)
+    weights = improved_policy(eta.detach(), scores, log_prior)
+
+    # M-step gradient: L(theta, eta_mu, eta_sigma)
+    mean, cholesky = agent.policy(batch.state)
+    log_pi = gaussian_log_prob(mean, cholesky, sampled)
+    likelihood = masked_mean((weights * log_pi).sum(-1), alive)  # E_q log pi(a|s, theta)
+    c_mu = masked_mean(kl_mean(mean_i, mean, cholesky), alive)
+    c_sigma = masked_mean(kl_covariance(cholesky_i, cholesky), alive)
+    eta_mu, eta_sigma = agent.log_eta_mu.exp(), agent.log_eta_sigma.exp()
+    bounds = [(eta_mu, args.epsilon_mu, c_mu), (eta_sigma, args.epsilon_sigma, c_sigma)]
+    if args.joint_bound:
+        bounds = [(eta_mu, args.epsilon_mu, c_mu + c_sigma)]
+    multiplier_terms, policy_terms = zip(*(lagrangian(*bound) for bound in bounds))
+    multiplier_loss = dual_loss + sum(multiplier_terms)
+    policy_loss = -(likelihood + sum(policy_terms))
+
+    std = cholesky.square().sum(-1).sqrt()
+    metrics = {
+        "eta": eta,
+        "eta_mu": eta_mu,
+        "eta_sigma": eta_sigma,
+        "kl_q_relative": masked_mean(categorical_kl(weights, log_prior), alive) / args.epsilon,
+        "kl_mu_relative": c_mu / args.epsilon_mu,
+        "kl_sigma_relative": c_sigma / args.epsilon_sigma,
+        "trace": masked_mean(trace[:, 1:], valid[:, 1:]),
+        "std_mean": masked_mean(std.mean(-1), alive),
+        "std_max": std.max(),
+        "q_mean": masked_mean(q, valid),
+        "q_max": q.masked_fill(valid == 0, -math.inf).max(),
+    }
+    losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
+    return losses, {f"mpo/{name}": x.detach() for name, x in metrics.items()}
+
+
+# ---- Workers: Algorithm 1. Each lives episodes of its own, keeps a replay of its own and computes
+# gradients; all step along the mean. There is no chief: an all-reduce brings the mean to everyone,
+# each takes the same step of Adam, and so the parameters stay equal to the bit without being sent.
+RANK, WORKERS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun starts lost groups again
+
+
+def gather(mine):
+    """What every worker brings, in the order of their ranks."""
+    parts = [None] * WORKERS
+    dist.all_gather_object(parts, mine)
+    return parts
+
+
+def averaged_step(agent, optimiser, losses, args):
+    """One step of Adam along the workers' mean gradient; returns this worker's losses."""
+    optimiser.zero_grad()
+    sum(losses.values()).backward()
+    gradients = [x.grad for x in agent.parameters() if x.grad is not None]
+    flat = nn.utils.parameters_to_vector(gradients)
+    dist.all_reduce(flat)  # the sum of the workers' gradients, for every worker
+    nn.utils.vector_to_parameters(flat / WORKERS, gradients)
+    for name in ("critic", "policy"):
+        parameters = getattr(agent, name).parameters()
+        losses[f"{name}_gradient"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+    values = {f"losses/{name}": x.item() for name, x in losses.items()}
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(f"{name} became {value}")
+    optimiser.step()
+    for log_eta in agent.parameters(recurse=False):
+        log_eta.data.clamp_(math.log(1e-6), math.log(2e4))  # from where it can still come back
+    return values
+
+
+# ---- Episodes, and the training loop.
+@torch.no_grad()
+def run_episode(env, policy, seed, args, explore=True, frames=None):
+    """Live one episode, with the mean action unless to explore; pictures go to the list frames."""
+    state, _ = env.reset(seed=seed)
+    rows, over = [], False
+    while not over:
+        if frames is not None:
+            frames.append(env.render())
+        mean, cholesky = policy(torch.as_tensor(state, dtype=torch.float32, device=args.device))
+        z = torch.randn(len(mean)) if explore else torch.zeros(len(mean))
+        action = mean + cholesky @ z.to(args.device)
+        log_prob = gaussian_log_prob(mean, cholesky, action.unsqueeze(0)).item()
+        action = action.cpu().numpy()  # kept as drawn; environment and critic clip it
+        next_state, reward, terminated, truncated, _ = env.step(action)
+        if not np.isfinite([*next_state, reward]).all():
+            raise FloatingPointError("the environment gave a number that is not finite")
+        rows.append((state, action, log_prob, reward, terminated, False))
+        state, over = next_state, terminated or truncated
+    rows.append((state, np.zeros_like(action), 0.0, 0.0, False, True))
+    return Rows(*(torch.as_tensor(np.array(x), dtype=torch.float32) for x in zip(*rows)))
+
+
+def main(args):
+    """Train as rank 0's args say, or evaluate; returns the policy."""
+    store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
+    if RANK:
+        args = pickle.loads(store.get(ATTEMPT))[0]  # once rank 0 has checked them
+    if args.evaluate and WORKERS > 1:
+        refuse("--evaluate needs one process: start it with python.")
+    torch.manual_seed(args.seed)
+    env = make_env(args, render=args.capture_video and RANK == 0)
+    check(args, env)
+    torch.set_num_threads(args.threads)
+    if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
+        warnings.simplefilter("ignore")
+        os.environ["PYTHONWARNINGS"] = "ignore"
+    sizes = env.observation_space.shape[0], env.action_space.shape[0]
+    policy, critic = Policy(*sizes, args), Critic(*sizes, args)
+    if args.evaluate:
+        return evaluate_saved(env, policy, args)
+    agent = Agent(policy, critic, eta=1.0, eta_mu=1.0, eta_sigma=100.0).to(args.device)
+    groups = [
+        {"params": policy.parameters(), "lr": args.policy_learning_rate},
+        {"params": critic.parameters(), "lr": args.learning_rate},
+        {"params": agent.parameters(recurse=False), "lr": args.multiplier_rate},
+    ]
+    optimiser = torch.optim.Adam(groups, fused=True)
+    replay = Replay(args.buffer_size, *sizes)
+    losses_of = torch.compile(compute_losses) if args.compile else compute_losses
+    if RANK:
+        torch.manual_seed(episode_seed(args.seed, 2, RANK))  # equal networks, noise of its own
+    run = GroupRun(args, store, replay, agent=agent, optimiser=optimiser)
+    states = [agent.state_dict(), optimiser.state_dict()]
+    dist.broadcast_object_list(states)  # all begin with rank 0's
+    agent.load_state_dict(states[0])
+    optimiser.load_state_dict(states[1])
+    stopping = 0  # the signal that all workers have agreed on
+    done = run.done  # how many steps, episodes and updates so far
+
+    with run:
+        while done["steps"] < args.total_timesteps and not stopping:
+            # update the replay with L trajectories (more before the first gradient step)
+            before, returns, owed = done["steps"], [], 0
+            while len(returns) < args.trajectories * WORKERS or owed < 1:
+                seed = episode_seed(args.seed, 0, done["episodes"] + RANK)
+                episode = run_episode(env, policy, seed, args)
+                replay.add_episode(episode)
+                lived = gather((len(episode.reward) - 1, episode.reward.sum().item()))
+                returns += [total for _, total in lived]
+                done["episodes"] += WORKERS
+                done["steps"] += sum(steps for steps, _ in lived)
+                if done["steps"] >= args.learning_starts:
+                    owed = int(args.updates_per_step * done["steps"] / WORKERS) - done["updates"]
+                run.show_progress(returns)
+
+            # find a better policy by gradient descent: K steps
+            for _ in range(owed):
+                batch = replay.sample(args.batch_size, args.window)
+                batch = Rows(*(x.to(args.device) for x in batch))
+                noise = torch.randn(*batch.state.shape[:2], args.num_samples, sizes[1])
+                losses, metrics = losses_of(agent, batch, noise.to(args.device), args)
+                metrics |= averaged_step(agent, optimiser, losses, args)
+                done["updates"] += 1
+                if done["updates"] % args.target_period == 0:
+                    agent.copy_targets()
+                run.show_progress(returns)
+
+            # log, evaluate, save
+            finished = done["steps"] >= args.total_timesteps
+            due = finished or done["steps"] // args.eval_every > before // args.eval_every
+            if RANK == 0:
+                run.log(returns, evaluate(env, policy, args) if due else [], metrics)
+            stopping = max(gather(run.stopping))  # a signal to one worker stops all
+            if due or stopping:
+                run.save()
+        if args.capture_video and RANK == 0 and not stopping:
+            evaluate(env, policy, args, run.folder / "evaluation.mp4")
+    return policy
+
+
+# ==== Plumbing: evaluation and video, the run's folder, checks of the user's input. MPO ends here.
+def evaluate(env, policy, args, video=None):
+    """Returns of some episodes with the mean action; or one of them, filmed to a file."""
+    seeds = [episode_seed(args.seed, 1, n) for n in range(1 if video else args.eval_episodes)]
+    frames = [] if video else None
+    episodes = [run_episode(env, policy, seed, args, False, frames) for seed in seeds]
+    if video:
+        imageio.mimwrite(video, frames, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
+    return [episode.reward.sum().item() for episode in episodes]
+
+
+def evaluate_saved(env, policy, args):
+    """Evaluate, and film if asked, the policy in the file that --evaluate names."""
+    policy.load_state_dict(read_saved(Path(args.evaluate))["policy"])
+    returns = evaluate(env, policy.to(args.device), args)
+    spread = f"from {min(returns):.1f} to {max(returns):.1f}"
+    print(f"{args.env_id}: mean {np.mean(returns):.1f} of {len(returns)} episodes, {spread}")
+    if args.capture_video:
+        evaluate(env, policy, args, Path(args.evaluate).with_name("evaluation.mp4"))
+    return policy
+
+
+class Run:
+    """A run's folder: settings, log and checkpoint. As a context it minds signals and faults."""
+
+    def __init__(self, args, **parts):
+        self.args, self.parts, self.table, self.stopping = args, parts, [], 0
+        self.done = {"steps": 0, "episodes": 0, "updates": 0, "seconds": 0.0, "saved": 0}
+        task = args.env_id.replace("/", "-").replace(":", "-")
+        name = f"{task}__{Path(ORIGIN[0]).stem}__{args.seed}__{int(time.time())}"
+        self.folder = Path(args.resume or args.run_dir or Path("runs", name))
+        if (self.folder / "args.json").exists() and not args.resume:
+            refuse(f"{self.folder} holds a run already; --resume {self.folder} continues it.")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / "lock", "w")
+            if os.name == "posix":  # a lock that goes with the process, however it ends
+                import fcntl
+
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if args.resume:
+                self.load()
+            write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2))
+        except BlockingIOError:
+            refuse(f"another process is training in {self.folder}.")
+        except OSError as error:
+            refuse(f"{self.folder} cannot be written: {error}.")
+        self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
+        self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
+        self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
+        tqdm.write(f"{args.env_id}: writing to {self.folder}")
+
+    def show_progress(self, returns):
+        """A bar on a terminal; elsewhere a line twice a minute."""
+        steps, seconds = self.done["steps"], time.time() - self.started
+        words = f"return {np.mean(returns):.1f}, update {self.done['updates']:,}"
+        self.bar.set_postfix_str(words, refresh=False)
+        self.bar.update(steps - self.bar.n)
+        if self.bar.disable and seconds > self.shown + 30:
+            self.shown = seconds
+            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
+
+    def log(self, returns, evaluated, metrics):
+        """A row for this iteration: its episodes' mean return, its last gradient step."""
+        steps, seconds = self.done["steps"], time.time() - self.started
+        self.done["seconds"] = seconds
+        row = {"global_step": steps, "charts/episodic_return": np.mean(returns)}
+        row |= {"charts/SPS": steps / seconds, "charts/seconds": seconds}
+        row |= {name: float(value) for name, value in metrics.items()}
+        row |= {"eval/episodic_return": np.mean(evaluated) if evaluated else math.nan}
+        for name, value in row.items():
+            if not math.isnan(value):
+                self.writer.add_scalar(name, value, steps)
+        self.writer.flush()
+        row["eval/returns"] = " ".join(f"{x:.6g}" for x in evaluated)
+        if evaluated:
+            tqdm.write(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
+        self.table = self.table or [",".join(row)]
+        self.table.append(",".join(map(str, row.values())))
+        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+
+    def save(self):
+        done, policy = self.done | {"saved": self.done["steps"]}, self.parts["agent"].policy
+        saved = {name: part.state_dict() for name, part in self.parts.items()}
+        saved |= {"done": done, "table": self.table, "random": torch.get_rng_state()}
+        write_saved(self.folder / "checkpoint.pt", self.args, policy, saved)
+        write_saved(self.folder / "model.pt", self.args, policy, {})
+        self.done["saved"] = done["saved"]
+
+    def load(self):
+        saved = read_saved(self.folder / "checkpoint.pt")
+        for name, part in self.parts.items():
+            part.load_state_dict(saved[name])
+        self.done, self.table = saved["done"], saved["table"]
+        torch.set_rng_state(saved["random"])
+        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+
+    def __enter__(self):
+        asked = (signal.SIGINT, signal.SIGTERM)
+        self.handlers = {number: signal.signal(number, self.stop) for number in asked}
+
+    def stop(self, number, frame):
+        """Asked once, stop after this iteration; asked again, at once."""
+        self.stopping = number
+        signal.signal(number, signal.SIG_DFL)
+        os.write(1, b"stopping after this iteration\n")  # print() is not safe in here
+
+    def __exit__(self, kind, error, trace):
+        self.bar.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        kept = f"the last checkpoint in {self.folder} is of step {self.done['saved']:,}"
+        if isinstance(error, Exception):
+            if kind not in (OSError, FloatingPointError):
+                sys.excepthook(kind, error, trace)
+            refuse(f"{error}; stopped at step {self.done['steps']:,}; {kept}.", code=1)
+        if error is None and self.done["steps"] < self.args.total_timesteps:
+            print(f"stopped; {kept}; to go on: python {sys.argv[0]} --resume {self.folder}")
+            raise SystemExit(128 + self.stopping)
+        print(f"done; everything is in {self.folder}")
+
+
+class GroupRun(Run):
+    """The run as a worker sees it: rank 0 has the log and speaks, each has a replay of its own."""
+
+    def __init__(self, args, store, replay, **parts):
+        self.replay, key = replay, str(args)
+        if RANK == 0:
+            if store.check([key]):  # torchrun, whose store this is, has started the run again
+                args.run_dir = store.get(key).decode()
+                Path(args.run_dir, "args.json").unlink(missing_ok=True)
+                if Path(args.run_dir, "checkpoint.pt").exists():
+                    args.resume = args.run_dir
+            super().__init__(args, **parts)
+            if (began := self.done.setdefault("workers", WORKERS)) != WORKERS:
+                refuse(f"{self.folder} began with --nproc-per-node {began}, not with {WORKERS}.")
+            store.set(key, str(self.folder))
+            store.set(ATTEMPT, pickle.dumps((args, self.folder, self.done)))
+        else:
+            self.args, self.folder, self.done = pickle.loads(store.get(ATTEMPT))
+            self.parts, self.stopping, self.bar = parts, 0, tqdm(disable=True)
+            self.show_progress = lambda returns: None
+        if args.resume:
+            saved = read_saved(self.own_file())
+            replay.load_state_dict(saved["replay"])
+            torch.set_rng_state(saved["random"])
+        store = dist.PrefixStore(ATTEMPT, store)  # the last attempt's addresses are in there too
+        dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORKERS)
+
+    def own_file(self):
+        return self.folder / f"worker{RANK}-{self.done['steps']}.pt"
+
+    def save(self):
+        """The workers' files; then checkpoint.pt, whose step names them; then the old ones go."""
+        own = {"replay": self.replay.state_dict(), "random": torch.get_rng_state()}
+        write_saved(self.own_file(), self.args, self.parts["agent"].policy, own)
+        gather("written")
+        if RANK == 0:
+            super().save()
+        gather("saved")
+        self.done["saved"] = self.done["steps"]
+        for path in set(self.folder.glob(f"worker{RANK}-*")) - {self.own_file()}:
+            path.unlink()
+
+    def __exit__(self, kind, error, trace):
+        dist.destroy_process_group()
+        if error or RANK == 0:
+            super().__exit__(kind, error, trace)
+
+
+def write_whole(path, content):
+    """Write a file whole or not at all: to one side, down to the disk, then over the old one."""
+    aside = path.with_suffix(".tmp")
+    try:
+        with open(aside, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_saved(path, args, policy, content):
+    """Write what torch saves, with its origin, the settings and the policy."""
+    buffer, head = io.BytesIO(), {"origin": ORIGIN, "args": asdict(args)}
+    torch.save(head | {"policy": policy.state_dict()} | content, buffer)
+    write_whole(path, buffer.getvalue())
+
+
+def read_saved(path):
+    """What write_saved wrote, checked against the checksums in the file."""
+    if not path.is_file():
+        refuse(f"there is no {path}; a run stopped before its first checkpoint starts anew.")
+    try:
+        damaged = zipfile.ZipFile(path).testzip()
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        origin = saved["origin"]
+    except Exception:
+        damaged = True
+    if damaged:
+        refuse(f"{path} is damaged, or not from this project.")
+    if origin != ORIGIN:
+        refuse(f"{path} is of {origin[0]}, format {origin[1]}; here is {ORIGIN[0]}, {ORIGIN[1]}.")
+    return saved
+
+
+# The user's input. Each answer is one sentence and exit code 2, before any work is done.
+def refuse(sentence, code=2):
+    print(f"{ORIGIN[0]}: {sentence}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def parse_args(words=None):
+    """What was typed, on top of a saved run's settings, the paper's values, or the defaults."""
+    typed = tyro.cli(Args, args=words)
+    if typed.resume and typed.evaluate:
+        refuse("--resume trains and --evaluate does not: give one of them.")
+    if not typed.resume and not typed.evaluate:
+        return tyro.cli(Args, args=words, default=Args(**PAPER)) if typed.paper else typed
+    path = Path(typed.resume or typed.evaluate)
+    if not path.is_file():
+        path = path / ("checkpoint.pt" if typed.resume else "model.pt")
+    saved = Args(**read_saved(path)["args"] | {"resume": "", "capture_video": False})
+    args = tyro.cli(Args, args=words, default=saved)
+    args.evaluate = str(path) if args.evaluate else ""
+    names = list(vars(args))
+    for name in names[: names.index("total_timesteps")]:
+        was, now = getattr(saved, name), getattr(args, name)
+        if was != now and not (name == "seed" and args.evaluate):
+            refuse(f"{path} has {name} {was}, which cannot change to {now}.")
+    return args
+
+
+def check(args, env):
+    """Refuse settings that cannot work: a number is positive where its default is."""
+    for name, default in vars(Args()).items():
+        value, zero = getattr(args, name), not default or name == "seed"
+        numbers = np.atleast_1d(value) if type(default) in (int, float, tuple) else []
+        if not all(0 <= x < math.inf and (x > 0 or zero) for x in numbers):
+            least = "0 or more" if zero else "positive"
+            refuse(f"--{name.replace('_', '-')} must be {least}, not {value}.")
+    if args.gamma >= 1:
+        refuse(f"--gamma must be below 1, not {args.gamma}.")
+    if args.learning_starts >= args.total_timesteps:
+        refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
+    if not args.min_std < args.initial_std < (args.max_std or 100):
+        refuse("--initial-std must lie between --min-std and --max-std (100 if that is 0).")
+    if args.threads > os.cpu_count():
+        refuse(f"--threads must be at most {os.cpu_count()}, the cores of this machine.")
+    try:
+        torch.zeros(1, device=args.device).item()
+        widest = max(args.policy_layers + args.critic_layers)
+        samples = args.batch_size * (args.window + 1) * args.num_samples
+        row = env.observation_space.shape[0] + env.action_space.shape[0] + 4
+        torch.empty(args.buffer_size * row + 8 * samples * widest + 32 * widest**2)
+    except Exception as error:
+        refuse(f"device, replay, batch or layers cannot be had here: {str(error).splitlines()[0]}")
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    if "RANK" in os.environ:  # the command of the last words
+        sys.argv[0] = f"-m torch.distributed.run --nproc-per-node {WORKERS} {sys.argv[0]}"
+    main(None if RANK else parse_args())  # rank 0 says what is wrong, once
