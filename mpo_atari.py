@@ -38,6 +38,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +55,9 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 ORIGIN = ("mpo_atari.py", 1)  # what saved files say of the script, and of their format
+PAPER = {"learning_rate": 5e-4, "policy_learning_rate": 5e-4, "target_period": 1000}  # see --paper
+SMALL = dict(epsilon_pi=3e-3, window=8, batch_size=16, learning_rate=1e-3, multiplier_rate=1e-2)
+SMALL |= dict(policy_learning_rate=1e-4, updates_per_step=1.0, learning_starts=1000, threads=1)
 
 
 # ---- Settings. Each comment is the flag's line in --help; "paper:" marks a printed value.
@@ -100,11 +104,6 @@ class Args:
     compile: bool = False  # compile the gradient step: a minute at the start, then faster
 
 
-SMALL = dict(epsilon_pi=3e-3, window=8, batch_size=16, learning_rate=1e-3, multiplier_rate=1e-2)
-SMALL |= dict(policy_learning_rate=1e-4, updates_per_step=1.0, learning_starts=1000, threads=1)
-PAPER = dict(learning_rate=5e-4, policy_learning_rate=5e-4, target_period=1000)
-
-
 # ---- Environment. N games side by side. One that is over spends its next step on a reset: whatever
 # action it is given then, it answers with the first observation of its next game.
 STACK, FRAME = 4, (84, 84)  # what the policy sees of a screen is its last four frames
@@ -130,7 +129,8 @@ def make_env(args, num_envs, render=False):
             options["max_num_frames_per_episode"] = 4 * args.time_limit
         return gym.make_vec(name, num_envs=num_envs, **options)
     except ModuleNotFoundError as error:
-        refuse(f"{args.env_id} needs a package: pip install {error.name.replace('_', '-')}.")
+        package = error.name.split(".")[0].replace("_", "-")
+        refuse(f"{args.env_id} needs a package: pip install {package}.")
     except Exception as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         refuse(f"{args.env_id} cannot be {'filmed' if render else 'made'} here: {reason}")
@@ -138,7 +138,8 @@ def make_env(args, num_envs, render=False):
 
 def make_game(name, args, render):
     """A game that is not ALE's. Frames are stacked as ale-py does, with zeros at the start."""
-    env = gym.make(name, disable_env_checker=True, render_mode="rgb_array" if render else None)
+    options = {"render_mode": "rgb_array"} if render else {}
+    env = gym.make(name, disable_env_checker=True, **options)
     env.reset(seed=0)
     if render:
         env.render()
@@ -485,6 +486,9 @@ def main(args):
     torch.manual_seed(args.seed)
     space, actions = check_games(args)
     torch.set_num_threads(args.threads)
+    if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
+        warnings.simplefilter("ignore")
+        os.environ["PYTHONWARNINGS"] = "ignore"
     policy, critic = Policy(space.shape, actions, args), Critic(space.shape, actions, args)
     eval_env = make_env(args, args.eval_episodes, render=args.capture_video)
     if args.evaluate:
@@ -541,10 +545,8 @@ def main(args):
                 run.log(recent, play_games(eval_env, policy, args) if due else [], metrics)
             if due or run.stopping:
                 run.save()
-        if done["steps"] >= args.total_timesteps:
-            write_saved(run.folder / "model.pt", args, policy, {})
-            if args.capture_video:
-                play_games(eval_env, policy, args, run.folder / "evaluation.mp4")
+        if args.capture_video and not run.stopping:
+            play_games(eval_env, policy, args, run.folder / "evaluation.mp4")
     return policy
 
 
@@ -722,7 +724,7 @@ def read_saved(path):
     if damaged:
         refuse(f"{path} is damaged, or not from this project.")
     if origin != ORIGIN:
-        refuse(f"{path} is of {origin[0]}, format {origin[1]}; this is {ORIGIN}.")
+        refuse(f"{path} is of {origin[0]}, format {origin[1]}; here is {ORIGIN[0]}, {ORIGIN[1]}.")
     return saved
 
 

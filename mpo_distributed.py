@@ -8,7 +8,7 @@
 
 With --max-restarts 3, torchrun starts the group again when a worker dies, from its last checkpoint.
 Started by python, it is a group of one. Returns to expect of walker-walk: mpo_continuous.py's after
-as many gradient steps, of which K workers take one, on K batches, for every K environment steps.
+as many gradient steps, of which G workers take one, on G batches, for every G environment steps.
 
     theta, phi          the policy pi being fitted, and the critic Q
     theta_i, phi'       their targets: the policy pi_i that pi started from, and Q'
@@ -16,7 +16,7 @@ as many gradient steps, of which K workers take one, on K batches, for every K e
     eta                 temperature of the E-step: the multiplier of KL(q || pi_i) <= epsilon
     eta_mu, eta_sigma   multipliers of the M-step's bounds on the change of mean and covariance
     b(a|s)              the policy that acted when the data was collected
-    K                   the workers, which torchrun counts as --nproc-per-node
+    G                   the workers, as many as --nproc-per-node says
     B, T, M, S, A       in shapes: windows, their steps, sampled actions, observation, action size
 """
 # /// script
@@ -702,6 +702,8 @@ class GroupRun(Run):
 
     def __exit__(self, kind, error, trace):
         dist.destroy_process_group()
+        if kind is RuntimeError and "by peer" in str(error):
+            kind, error = OSError, OSError("another worker is gone")
         if error or RANK == 0:
             super().__exit__(kind, error, trace)
 

@@ -428,9 +428,9 @@ def main(args, extra):
     seeds, tasks = seeds_of(args.seeds), tasks_of(args.tasks)
     jobs = [Job(args, extra, task, seed) for seed in seeds for task in tasks]
     if args.dry_run:
-        for job in [job for job in jobs if job.state != "done before"]:
-            print(shlex.join(["python", *job.command()]))
-        return
+        missing = [job for job in jobs if job.state != "done before"]
+        lines = [shlex.join(["python", *job.command()]) + "\n" for job in missing]
+        return print("".join(lines), end="")
     for number in (signal.SIGINT, signal.SIGTERM):  # in a shell's background SIGINT is ignored
         signal.signal(number, signal.default_int_handler)
     try:

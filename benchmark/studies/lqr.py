@@ -2,7 +2,7 @@
 
     python mpo_continuous.py --env-id benchmark.studies.lqr:LQR-v0 --total-timesteps 30000 \\
         --run-dir runs/lqr
-    python benchmark/studies/lqr.py runs/lqr
+    python benchmark/studies/lqr.py runs/lqr [EPISODES]
 
 Both from the repository's root. dm_control draws the plant's springs anew for each environment and
 gives its actions no bounds; here the plant is one and the same, and actions are within +-4. The
@@ -105,6 +105,6 @@ def compare(run_dir, episodes=20):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where the scripts are
-    learned, optimal = compare(sys.argv[1])
+    learned, optimal = compare(sys.argv[1], *map(int, sys.argv[2:]))
     ratio = learned / optimal
     print(f"discounted cost: learned {learned:.4f}, optimal {optimal:.4f}, ratio {ratio:.3f}")

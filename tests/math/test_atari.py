@@ -1,4 +1,4 @@
-"""What mpo_atari.py has of its own: sums over all actions, networks for images, frames stored once."""
+"""What mpo_atari.py has of its own: sums over actions, networks for images, frames stored once."""
 
 import itertools
 import math
@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import gymnasium as gym
-import mpo_atari
 import numpy as np
 import pytest
 import torch
 from helpers import normal, numbers
 from running import PATIENCE, same, surroundings
 from scipy.optimize import minimize_scalar
+
+import mpo_atari
 
 STATES, ACTIONS = 3, 4
 
@@ -37,7 +38,7 @@ def small_agent(seed=0, apart=0.5):
 
 
 def random_batch(agent, lengths=(4, 2, 4, 3, 1), terminated=(1, 1, 0, 0, 1), steps=4, seed=0):
-    """Windows whose first lengths[b] steps are valid, the last of them terminal where terminated[b].
+    """Windows with lengths[b] valid steps, the last of them terminal where terminated[b].
 
     What stands behind the end is random too. log b is that of pi_i give or take one: about half of
     the traces are clipped.

@@ -41,6 +41,8 @@ from running import (
     wait_until,
 )
 
+TASKS = {"PYTHONPATH": str(ROOT / "tests")}  # where tasks.py is
+
 
 @pytest.fixture(scope="module", params=FIRST)  # most of this is the same text in all scripts
 def script(request):
@@ -70,9 +72,7 @@ for x in (0.0, 20.0, -200.0):
     with suite.physics.reset_context():
         suite.physics.named.data.qpos["rootx"] = x
     pictures.append(env.render())
-with suite.physics.reset_context():
-    suite.physics.named.data.qpos["rootz"] = 50.0  # the floor without the walker
-    suite.physics.named.data.qpos["rootx"] = 20.0
+pictures.append(suite.physics.render(360, 480, camera_id=-1))  # one that stayed behind
 np.savez("pictures.npz", *pictures, fps=env.metadata["render_fps"])
 """
 
@@ -88,6 +88,7 @@ def test_the_camera_follows_the_walker(script, tmp_path):
     assert pictures["fps"] == 40  # control steps of 0.025 s
     at_start = body(pictures["arr_0"])
     assert pictures["arr_0"].shape == (360, 480, 3) and at_start.sum() > 1000
+    assert body(pictures["arr_3"]).sum() == 0, "the floor is taken for the walker"
     for name in ("arr_1", "arr_2"):  # 20 m on, and 200 m back
         assert 0.8 < body(pictures[name]).sum() / at_start.sum() < 1.25
         rows_of, columns = body(pictures[name]).nonzero()
@@ -146,17 +147,18 @@ def test_a_disk_of_4_kilobytes_is_one_sentence(script, tmp_path):
 
 def test_a_disk_that_fills_is_one_sentence_and_the_old_checkpoint_stays(script, tmp_path):
     """The replay grows until two checkpoints, the old and the new, have no room in 4 MB."""
-    long = dict(total_timesteps=100_000, updates_per_step=0.001, eval_every=2000, time_limit=1000)
+    long = dict(env_id="tasks:Wide-v0", total_timesteps=10_000, eval_every=100)
     with small_disk(tmp_path / "disk", "4m"):
-        process = run(script, tiny(run_dir="disk", **long), tmp_path, cold=True)
+        words = tiny(run_dir="disk", updates_per_step=0.02, **long)
+        process = run(script, words, tmp_path, cold=True, environment=TASKS)
         assert process.returncode == 1
         sentence = one_sentence(process)
         step = load(tmp_path / "disk/checkpoint.pt")["done"]["steps"]
-        assert "No space left" in sentence and f"is of step {step:,}" in sentence and step >= 2000
+        assert "No space left" in sentence and f"is of step {step:,}" in sentence and step >= 100
         assert not list((tmp_path / "disk").glob("*.tmp"))
         shutil.copytree(tmp_path / "disk", tmp_path / "moved")
-    train(script, flags(resume="moved", total_timesteps=step + 1000), tmp_path)  # with room again
-    assert load(tmp_path / "moved/checkpoint.pt")["done"]["steps"] == step + 1000
+    train(script, flags(resume="moved", total_timesteps=step + 100), tmp_path)  # with room again
+    assert load(tmp_path / "moved/checkpoint.pt")["done"]["steps"] == step + 100
 
 
 def test_a_disk_filled_by_others_is_one_sentence(script, tmp_path):
@@ -372,9 +374,8 @@ def test_an_evaluation_does_not_ask_for_the_replays_memory(script, trained, tmp_
 def test_a_task_with_an_attribute_named_env_is_not_taken_for_dm_control(script, tmp_path):
     """It keeps its own time limit, and is filmed at its own speed and size."""
     words = tiny(env_id="tasks:Own-v0", run_dir="run", time_limit=0, total_timesteps=150)
-    environment = {"PYTHONPATH": str(ROOT / "tests")}
     words += flags(learning_starts=60, capture_video=True)
-    process = train(script, words, tmp_path, cold=True, environment=environment)
+    process = train(script, words, tmp_path, cold=True, environment=TASKS)
     assert process.err == ""
     assert [int(row["global_step"]) for row in rows(tmp_path / "run")] == [60, 90, 120, 150]
     import imageio.v2 as imageio
@@ -398,7 +399,7 @@ def test_a_task_that_breaks_shows_its_exception_and_then_the_last_checkpoint(
     assert trace.startswith("Traceback (most recent call last):")
     assert all(word in trace for word in BROKEN[task])
     assert sentence.startswith(f"{script.__name__}.py: ")
-    assert "stopped at step 250" in sentence
+    assert "stopped at step 200" in sentence
     assert sentence.endswith("the last checkpoint in run is of step 200.")
     assert load(tmp_path / "run/checkpoint.pt")["done"]["steps"] == 200
 

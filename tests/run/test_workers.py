@@ -480,7 +480,9 @@ def test_without_restarts_the_others_stop_within_a_minute_with_a_sentence(runs):
     assert process.returncode != 0 and seconds < 60
     (sentence,) = sentences(process)
     step = runs[1]["chain"]["all asked"][1]
-    assert "peer" in sentence and f"the last checkpoint in stopped is of step {step}" in sentence
+    assert "another worker is gone; stopped at step" in sentence
+    assert f"the last checkpoint in stopped is of step {step}" in sentence
+    assert "Traceback" not in process.err.split("SIGTERM")[0]
     assert files == 4  # those that go with checkpoint.pt, and newer ones that never will
 
 
