@@ -68,12 +68,14 @@ PAIRS = [
 ]
 OTHER_PART = dict(PAIRS) | {b: a for a, b in PAIRS}
 DROPPED = "detach exp log square sqrt rsqrt abs mT long float clone".split()
+SLOW_IMPORTS = "shimmy hypothesis scipy.stats scipy.optimize torch._dynamo".split()
 PATIENCE = 600  # seconds of computing; a change that makes the tests hang is noticed
 # changes that make no difference: what stands before it in the line, the new text, and why
 SAME = [
     ("head.weight.data.mul_(", "0.02"),  # a start near zero, whichever
     ("clamp(min=", "2e-30"),  # a weight of 0 times any logarithm
     ("advantage_std.clamp(min=", "2e-06"),  # a floor that only keeps a quotient finite
+    ("self.head = int(index[-1] + 1) ", "+"),  # the next index is taken modulo the capacity
     ("vector_to_parameters(flat ", "*"),  # one worker here; tests/run has several
 ]
 # what only several processes show, and the training loop: tests/run
@@ -234,7 +236,7 @@ def main():
     found, noticed, same, started = changes(text, names), 0, 0, time.time()
     torch.set_num_threads(1)  # a fork has one thread
     sys.path.insert(0, str(HERE.parent))
-    for name in (*SCRIPTS, "shimmy", "hypothesis", "scipy.stats"):  # once, for all forks
+    for name in (*SCRIPTS, *SLOW_IMPORTS):  # once, for all forks
         importlib.import_module(name)
     if not args.list and not survives(args.script, text):
         sys.exit("the tests fail without any change")

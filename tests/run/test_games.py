@@ -536,7 +536,6 @@ REFUSED = {  # flags, and what the sentence must name
     "a module that is not there": (dict(env_id="nomodule:My-v0"), ["nomodule"]),
     "a task that needs a package": (dict(env_id="LunarLander-v3"), ["LunarLander"]),
     "sticky CartPole": (dict(sticky_actions=0.1), ["--sticky-actions", "ALE/"]),
-    "a task that cannot be filmed": (dict(env_id="Catch-v0", capture_video=True), ["filmed"]),
     "no games": (dict(num_envs=0), ["--num-envs"]),
     "a bound of zero": (dict(epsilon_pi=0.0), ["--epsilon-pi"]),
     "a rate that is no number": (dict(learning_rate=math.nan), ["--learning-rate"]),
@@ -644,13 +643,25 @@ def test_an_exception_in_a_game_is_shown_and_then_the_last_checkpoint_named(tmp_
 
 
 def test_a_full_disk_stops_the_run_and_the_last_checkpoint_stays_good(tmp_path):
-    words = tiny(run_dir="run", total_timesteps=5000, eval_every=200, updates_per_step=0.02)
-    process = run(mpo_atari, words, tmp_path, file_size=50_000)
+    """No file can grow beyond a little more than a first checkpoint; its table of rows does."""
+    words = dict(eval_every=200, updates_per_step=0.02)
+    train(mpo_atari, tiny(**words, run_dir="short", total_timesteps=200), tmp_path)
+    room = (tmp_path / "short/checkpoint.pt").stat().st_size + 1000
+    words = tiny(**words, run_dir="run", total_timesteps=5000)
+    process = run(mpo_atari, words, tmp_path, file_size=room)
     assert process.returncode == 1 and "File too large" in one_sentence(process)
     step = load(tmp_path / "run/checkpoint.pt")["done"]["steps"]
     assert f"step {step:,}" in process.err
     longer = run(mpo_atari, flags(resume="run", total_timesteps=step + 100), tmp_path)  # with room
     assert longer.returncode == 0, longer.err
+
+
+def test_a_film_that_cannot_be_made_is_refused_with_the_package_it_lacks(tmp_path):
+    words = [*tiny(run_dir="run"), "--capture-video"]
+    process = run(mpo_atari, words, tmp_path, hidden=["pygame"])
+    assert process.returncode == 2 and not (tmp_path / "run").exists()
+    sentence = one_sentence(process)
+    assert "CartPole-v1 cannot be filmed here" in sentence and "pygame" in sentence
 
 
 # ---- Settings.
