@@ -1,12 +1,14 @@
-"""Which settings learn: one change at a time on six tasks of different kinds, and the table behind docs/defaults.md.
+"""Which settings learn: one change at a time on six tasks, the table behind docs/defaults.md.
 
     python benchmark/studies/learning.py                  run what is missing, setting by setting
     python benchmark/studies/learning.py base samples-10  only these
-    python benchmark/studies/learning.py --table          print the table from benchmark/results/study
+    python benchmark/studies/learning.py --table          print benchmark/results/study as a table
 
-A run is 60,000 environment steps; its score is its mean-action return averaged over the evaluations at 40,000, 50,000
-and 60,000 steps. A setting's score is the mean over six tasks and two seeds (11 and 12, which no reported result uses).
-Its standard error is that of the mean over tasks of the differences to the setting it changes, seeds taken together.
+A run is 60,000 environment steps; its score is its mean-action return averaged over the
+evaluations at 40,000, 50,000 and 60,000 steps. A setting's score is the mean over six tasks and two
+seeds (11 and 12, which no reported result uses). Its standard error is that of the mean over tasks
+of the differences to the setting it changes, seeds taken together. The runs are those of commit
+92759ba, in which the candidates are flags of mpo_continuous.py; run it from a checkout of that.
 """
 
 import argparse
@@ -37,7 +39,14 @@ def flags_of(name):
 
 def run(names, tasks, seeds, workers):
     for name in names:
-        command = [sys.executable, str(BENCHMARK / "run.py"), "--tasks", ",".join(tasks), "--label", f"study/{name}"]
+        command = [
+            sys.executable,
+            str(BENCHMARK / "run.py"),
+            "--tasks",
+            ",".join(tasks),
+            "--label",
+            f"study/{name}",
+        ]
         command += ["--seeds", ",".join(map(str, seeds)) + ",", "--total-timesteps", str(MARKS[-1])]
         command += ["--workers", str(workers), "--", "--compile", *flags_of(name)]
         subprocess.run(command, check=True)
@@ -50,7 +59,11 @@ def score(name, task, seed):
         return None
     _, rows = read_result(path)
     reached = [[row["eval_return"] for row in rows if row["env_steps"] <= mark] for mark in MARKS]
-    return statistics.mean(values[-1] for values in reached) if rows[-1]["env_steps"] >= MARKS[-1] else None
+    return (
+        statistics.mean(values[-1] for values in reached)
+        if rows[-1]["env_steps"] >= MARKS[-1]
+        else None
+    )
 
 
 def mean_score(name, task):
@@ -59,14 +72,16 @@ def mean_score(name, task):
 
 
 def table():
-    """Markdown: both seeds of each task, the score, and the difference to the setting that was changed."""
+    """Markdown: both seeds of each task, the score, the difference to what was changed."""
     head = ["setting", "changes", *TASKS, "score", "difference", "standard error"]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(TASKS) + 3)]
     for name, (parent, own) in SETTINGS.items():
         pairs = [[score(name, task, seed) for seed in SEEDS] for task in TASKS]
         if all(value is None for pair in pairs for value in pair):
             continue
-        cells = [" ".join("–" if value is None else f"{value:.0f}" for value in pair) for pair in pairs]
+        cells = [
+            " ".join("–" if value is None else f"{value:.0f}" for value in pair) for pair in pairs
+        ]
         means = [mean_score(name, task) for task in TASKS]
         before = [mean_score(parent, task) if parent else None for task in TASKS]
         total = f"{statistics.mean(means):.0f}" if None not in means else "–"
@@ -82,7 +97,9 @@ def table():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("settings", nargs="*", help=f"which settings to run; none: all of {', '.join(SETTINGS)}")
+    parser.add_argument(
+        "settings", nargs="*", help=f"which settings to run; none: all of {', '.join(SETTINGS)}"
+    )
     parser.add_argument("--tasks", default=",".join(TASKS), help="fewer tasks, for a first look")
     parser.add_argument("--seeds", default="11,12", help="fewer seeds, for a first look")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
@@ -90,7 +107,9 @@ if __name__ == "__main__":
     options = parser.parse_args()
     unknown = set(options.settings) - set(SETTINGS)
     if unknown:
-        parser.error(f"there is no setting {', '.join(sorted(unknown))}; there are {', '.join(SETTINGS)}")
+        parser.error(
+            f"there is no setting {', '.join(sorted(unknown))}; there are {', '.join(SETTINGS)}"
+        )
     if options.table:
         print(table())
     else:
