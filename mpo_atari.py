@@ -29,14 +29,19 @@ four frames, in which the action is repeated.
 # ]
 # ///
 
+import signal
+
+if __name__ == "__main__":  # the imports take seconds: Ctrl-C ends them without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import copy
 import importlib
 import io
 import json
 import math
 import os
-import signal
 import sys
+import threading
 import time
 import warnings
 import zipfile
@@ -430,7 +435,7 @@ def discrete_losses(agent, batch, args):
         "entropy": -masked_mean((log_pi.exp() * log_pi).sum(-1), alive),
         "q_std_over_actions": masked_mean(scores.std(-1, correction=0), alive),
         "q_mean": masked_mean(q, valid),
-        "q_max": (q * valid).max(),
+        "q_max": q.masked_fill(valid == 0, -math.inf).max(),
     }
     multiplier_loss = dual_loss + multiplier_loss
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
@@ -486,6 +491,7 @@ def main(args):
     torch.manual_seed(args.seed)
     space, actions = check_games(args)
     torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
     if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
         warnings.simplefilter("ignore")
         os.environ["PYTHONWARNINGS"] = "ignore"
@@ -611,12 +617,12 @@ class Run:
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if args.resume:
                 self.load()
+            self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
             write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2))
         except BlockingIOError:
             refuse(f"another process is training in {self.folder}.")
         except OSError as error:
             refuse(f"{self.folder} cannot be written: {error}.")
-        self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
         self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
         self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
         tqdm.write(f"{args.env_id}: writing to {self.folder}")
@@ -787,4 +793,5 @@ def check_games(args):
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)
+    threading.excepthook = lambda _: None  # TensorBoard's thread: its flush() raises the same
     main(parse_game_args())

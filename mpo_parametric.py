@@ -26,14 +26,19 @@ Returns to expect of walker-walk (mean action, a single seed): about 170 of 1000
 #     "tqdm>=4.66,<5", "imageio>=2.34,<3", "imageio-ffmpeg>=0.5,<1"]
 # ///
 
+import signal
+
+if __name__ == "__main__":  # the imports take seconds: Ctrl-C ends them without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import copy
 import importlib
 import io
 import json
 import math
 import os
-import signal
 import sys
+import threading
 import time
 import warnings
 import zipfile
@@ -435,7 +440,7 @@ def run_episode(env, policy, seed, args, explore=True, frames=None):
         log_prob = gaussian_log_prob(mean, cholesky, action.unsqueeze(0)).item()
         action = action.cpu().numpy()  # kept as drawn; environment and critic clip it
         next_state, reward, terminated, truncated, _ = env.step(action)
-        if not np.isfinite([*next_state, reward]).all():
+        if not np.isfinite([*state, *next_state, reward]).all():
             raise FloatingPointError("the environment gave a number that is not finite")
         rows.append((state, action, log_prob, reward, terminated, False))
         state, over = next_state, terminated or truncated
@@ -445,12 +450,12 @@ def run_episode(env, policy, seed, args, explore=True, frames=None):
 
 def main(args):
     """Train as args say, or evaluate; returns the policy."""
-    torch.manual_seed(args.seed)
     env = make_env(args, render=args.capture_video)
     check(args, env)
     if args.policy_samples > args.num_samples:
         refuse(f"--policy-samples must be at most --num-samples, {args.num_samples}.")
     torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
     if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
         warnings.simplefilter("ignore")
         os.environ["PYTHONWARNINGS"] = "ignore"
@@ -464,6 +469,7 @@ def main(args):
         {"params": critic.parameters(), "lr": args.learning_rate},
         {"params": agent.parameters(recurse=False), "lr": args.multiplier_rate},
     ]
+    groups[2]["betas"] = (0.9, 0.9)  # equal: after a burst it comes back as fast as it went
     optimiser = torch.optim.Adam(groups, fused=True)
     replay = Replay(args.buffer_size, *sizes)
     losses_of = torch.compile(parametric_losses) if args.compile else parametric_losses
@@ -552,12 +558,12 @@ class Run:
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if args.resume:
                 self.load()
+            self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
             write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2))
         except BlockingIOError:
             refuse(f"another process is training in {self.folder}.")
         except OSError as error:
             refuse(f"{self.folder} cannot be written: {error}.")
-        self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
         self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
         self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
         tqdm.write(f"{args.env_id}: writing to {self.folder}")
@@ -700,14 +706,16 @@ def check(args, env):
     """Refuse settings that cannot work: a number is positive where its default is."""
     for name, default in vars(Args()).items():
         value, zero = getattr(args, name), not default or name == "seed"
-        numbers = np.atleast_1d(value) if type(default) in (int, float, tuple) else []
-        if not all(0 <= x < math.inf and (x > 0 or zero) for x in numbers):
+        numbers = np.atleast_1d(value) if type(default) in (int, float, tuple) else [1]
+        if not len(numbers) or not all(0 <= x < 2**63 and (x > 0 or zero) for x in numbers):
             least = "0 or more" if zero else "positive"
-            refuse(f"--{name.replace('_', '-')} must be {least}, not {value}.")
+            refuse(f"--{name.replace('_', '-')} must be {least} and below 2**63, not {value}.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
     if args.learning_starts >= args.total_timesteps:
         refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
+    if args.buffer_size <= args.window:
+        refuse(f"--buffer-size must exceed --window, {args.window}.")
     if not args.min_std < args.initial_std < (args.max_std or 100):
         refuse("--initial-std must lie between --min-std and --max-std (100 if that is 0).")
     if args.threads > os.cpu_count():
@@ -717,11 +725,13 @@ def check(args, env):
         widest = max(args.policy_layers + args.critic_layers)
         samples = args.batch_size * (args.window + 1) * args.num_samples
         row = env.observation_space.shape[0] + env.action_space.shape[0] + 4
-        torch.empty(args.buffer_size * row + 8 * samples * widest + 32 * widest**2)
+        if not args.evaluate:  # which has no replay
+            torch.empty(args.buffer_size * row + 8 * samples * widest + 32 * widest**2)
     except Exception as error:
         refuse(f"device, replay, batch or layers cannot be had here: {str(error).splitlines()[0]}")
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)
+    threading.excepthook = lambda _: None  # TensorBoard's thread: its flush() raises the same
     main(parse_args())

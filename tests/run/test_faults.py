@@ -200,7 +200,7 @@ def test_a_second_resume_of_a_folder_is_refused_until_the_first_is_gone(script, 
     folder = shutil.copytree(trained, tmp_path / "run")
     first = Run(script, flags(resume="run", total_timesteps=10**6), tmp_path)
     wait_for_row(first, folder, 250)
-    second = run(script, flags(resume="run", total_timesteps=10**6), tmp_path)
+    second = run(script, flags(resume="run", total_timesteps=300), tmp_path)
     assert second.returncode == 2
     sentence = one_sentence(second)
     assert "another process" in sentence and "run" in sentence
