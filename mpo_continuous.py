@@ -79,14 +79,10 @@ class Args:
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
     covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
-    initial_std: float = 0.5  # standard deviation of the untrained policy; actions are in [-1, 1]
-    min_std: float = 0.01  # least diagonal entry of the Cholesky factor
     max_std: float = 0.0  # what no standard deviation reaches, such as 1; 0: no such bound
 
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
-    multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
-    max_grad_norm: float = 40.0  # longer gradients, of each network, are scaled down to this norm
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
     updates_per_step: float = 1.0  # gradient steps per step (paper: 1000 per episode of 1000 steps)
     target_period: int = 100  # gradient steps between copies of the targets (paper: 1000)
@@ -99,52 +95,45 @@ class Args:
     evaluate: str = ""  # train nothing; evaluate the policy saved in this folder or file
     eval_every: int = 10_000  # environment steps between two evaluations, each with a checkpoint
     eval_episodes: int = 10  # episodes in an evaluation
-    capture_video: bool = False  # film an episode of the final policy: RUN_DIR/evaluation.mp4
+    capture_video: bool = False  # film an episode of each evaluation: RUN_DIR/evaluation.mp4
     threads: int = 1  # CPU threads; more help where the networks are large and the cores idle
     device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
     compile: bool = False  # compile the gradient step: a minute at the start, then faster
 
 
 # ---- Environment. Whatever the task's spaces are, the learner sees a vector and acts in [-1, 1]^A.
-def make_env(args, render=False):
+def make_env(args):
     """The task with observations [S], and actions [A] scaled from [-1, 1] to its own bounds."""
     if sys.platform == "linux":  # read once, when MuJoCo is imported; egl needs no display
-        os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
+        os.environ.setdefault("MUJOCO_GL", "egl" if args.capture_video else "disabled")
     module, _, name = args.env_id.rpartition(":")
     try:
         sys.path.append(os.getcwd())
         importlib.import_module(module or "shimmy")  # registers its tasks; Shimmy's: dm_control
-        options = {"render_mode": "rgb_array"} if render else {}
+        options = {"render_mode": "rgb_array"} if args.capture_video else {}
         env = gym.make(name, disable_env_checker=True, **options)
+        if args.time_limit or env.spec.max_episode_steps is None:
+            env = gym.wrappers.TimeLimit(env, args.time_limit or 1000)
         env.reset(seed=0)
-        if render:
+        if args.capture_video:
             env.render()
     except Exception as error:
         reason = (str(error) or repr(error)).splitlines()[0]
-        refuse(f"{args.env_id} cannot be {'filmed' if render else 'made'} here: {reason}")
-    limit = env.spec.max_episode_steps
+        refuse(f"{args.env_id} cannot be {'filmed' if options else 'made'} here: {reason}")
     if type(env.unwrapped).__module__.startswith("shimmy."):
         suite = env.unwrapped._env  # dm_control's own
-        limit = getattr(suite, "_step_limit", math.inf)
         env.unwrapped.metadata["render_fps"] = round(1 / suite.control_timestep())
         camera = 0 if suite.physics.model.ncam else -1  # the first one follows the body
         env.unwrapped.render_kwargs = {"width": 480, "height": 360, "camera_id": camera}
-    if args.time_limit > 0 or limit in (None, math.inf):
-        env = gym.wrappers.TimeLimit(env, args.time_limit if args.time_limit > 0 else 1000)
 
-    env, box = gym.wrappers.FlattenObservation(env), env.action_space
-    if env.observation_space.dtype == np.uint8:
-        refuse(f"{args.env_id} observes images; this script needs vectors.")
+    seen, box = env.observation_space, env.action_space
     real = isinstance(box, gym.spaces.Box) and box.dtype.kind == "f" and len(box.shape) == 1
-    if not real or max(abs(box.low).max(), abs(box.high).max()) > 1e6:
-        refuse(f"{args.env_id} has actions {box}; this script needs a vector of bounded numbers.")
+    bounded = real and max(abs(box.low).max(), abs(box.high).max()) < 1e6
+    if not bounded or seen.dtype == np.uint8:
+        refuse(f"{args.env_id} observes {seen} and acts in {box}; this script needs vectors.")
     one = box.dtype.type(1)
-    return gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, -one, one))
-
-
-def episode_seed(*numbers):
-    """One seed per episode, by its number: what makes a resumed run repeat an uninterrupted one."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    env = gym.wrappers.RescaleAction(gym.wrappers.FlattenObservation(env), -one, one)
+    return gym.wrappers.ClipAction(env)
 
 
 # ---- Networks. The paper gives their sizes; a layer norm after the first layer is usual for MPO.
@@ -156,7 +145,7 @@ def hidden_layers(input_size, sizes):
 
 
 class Policy(nn.Module):
-    """pi(a|s, theta) = N(mu(s), L(s) L(s)^T), L lower triangular with a positive diagonal."""
+    """pi(a|s, theta) = N(mu(s), L(s) L(s)^T), L lower triangular with a diagonal above 0.01."""
 
     def __init__(self, state_size, action_size, args):
         super().__init__()
@@ -164,20 +153,20 @@ class Policy(nn.Module):
         self.hidden = hidden_layers(state_size, args.policy_layers)
         self.mean = nn.Linear(args.policy_layers[-1], action_size)
         self.factor = nn.Linear(args.policy_layers[-1], action_size**2)
-        for head in (self.mean, self.factor):  # start at N(0, initial_std^2 I), nearly
+        for head in (self.mean, self.factor):  # start at N(0, 0.5^2 I), nearly
             head.weight.data.mul_(0.01)
             head.bias.data.zero_()
-        start = args.initial_std
+        start = 0.5
         if args.max_std:
             start /= math.sqrt(1 - (start / args.max_std) ** 2)  # which forward() shortens again
-        self.offset = math.log(math.expm1(start - args.min_std))  # softplus gives start - min_std
+        self.offset = math.log(math.expm1(start - 0.01))  # softplus gives start - 0.01
 
     def forward(self, state):
         """state [..., S] -> mean [..., A], Cholesky factor [..., A, A]."""
         h = self.hidden(state)
         mean = torch.tanh(self.mean(h))
         raw = self.factor(h).unflatten(-1, (mean.shape[-1], mean.shape[-1]))
-        diagonal = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.offset) + self.args.min_std
+        diagonal = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.offset) + 0.01
         cholesky = torch.diag_embed(diagonal)  # A_ii <- log(1 + exp(A_ii))
         if self.args.covariance == "full":
             cholesky = cholesky + raw.tril(-1)
@@ -213,11 +202,6 @@ class Agent(nn.Module):
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
         for name, start in multipliers.items():
             self.register_parameter(f"log_{name}", nn.Parameter(torch.tensor(math.log(start))))
-
-    def copy_targets(self):
-        """theta_i = theta, phi' = phi."""
-        self.target_policy.load_state_dict(self.policy.state_dict())
-        self.target_critic.load_state_dict(self.critic.state_dict())
 
 
 def gaussian_log_prob(mean, cholesky, action):
@@ -384,19 +368,15 @@ def compute_losses(agent, batch, noise, args):
     policy_loss = -(likelihood + sum(policy_terms))
 
     std = cholesky.square().sum(-1).sqrt()
-    metrics = {
-        "eta": eta,
-        "eta_mu": eta_mu,
-        "eta_sigma": eta_sigma,
-        "kl_q_relative": masked_mean(categorical_kl(weights, log_prior), alive) / args.epsilon,
-        "kl_mu_relative": c_mu / args.epsilon_mu,
-        "kl_sigma_relative": c_sigma / args.epsilon_sigma,
-        "trace": masked_mean(trace[:, 1:], valid[:, 1:]),
-        "std_mean": masked_mean(std.mean(-1), alive),
-        "std_max": std.max(),
-        "q_mean": masked_mean(q, valid),
-        "q_max": q.masked_fill(valid == 0, -math.inf).max(),
-    }
+    kl_q = masked_mean(categorical_kl(weights, log_prior), alive)
+    metrics = {"eta": eta, "eta_mu": eta_mu, "eta_sigma": eta_sigma}
+    metrics["kl_q_relative"] = kl_q / args.epsilon  # of each KL to its bound
+    metrics["kl_mu_relative"] = c_mu / args.epsilon_mu
+    metrics["kl_sigma_relative"] = c_sigma / args.epsilon_sigma
+    metrics["trace"] = masked_mean(trace[:, 1:], valid[:, 1:])
+    metrics |= {"std_mean": masked_mean(std.mean(-1), alive), "std_max": std.max()}
+    metrics["q_mean"] = masked_mean(q, valid)
+    metrics["q_max"] = q.masked_fill(valid == 0, -math.inf).max()
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
     return losses, {f"mpo/{name}": x.detach() for name, x in metrics.items()}
 
@@ -407,7 +387,7 @@ def gradient_step(agent, optimiser, losses, args):
     sum(losses.values()).backward()
     for name in ("critic", "policy"):
         parameters = getattr(agent, name).parameters()
-        losses[f"{name}_gradient"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+        losses[f"{name}_gradient"] = nn.utils.clip_grad_norm_(parameters, max_norm=40.0)
     values = {f"losses/{name}": x.item() for name, x in losses.items()}
     for name, value in values.items():
         if not math.isfinite(value):
@@ -418,11 +398,22 @@ def gradient_step(agent, optimiser, losses, args):
     return values
 
 
+@torch.no_grad()
+def q_minus_return(critic, episode, args):
+    """Mean of Q(s,a) less the discounted rest of the episode: how much more is promised than lived."""
+    state, action, _, reward, terminated, _ = (x[:-1].to(args.device) for x in episode)
+    zero = torch.zeros(1, len(reward), device=args.device)
+    rest = retrace(zero, zero, reward.unsqueeze(0), zero + args.gamma, zero + 1).squeeze(0)
+    last = len(reward) if terminated[-1] else -500  # what a time limit cut off is not known
+    return (critic(state, action) - rest)[:last].mean()
+
+
 # ---- Episodes, and the training loop.
 @torch.no_grad()
-def run_episode(env, policy, seed, args, explore=True, frames=None):
+def run_episode(env, policy, args, number, explore=True, frames=None):
     """Live one episode, with the mean action unless to explore; pictures go to the list frames."""
-    state, _ = env.reset(seed=seed)
+    numbers = np.random.SeedSequence((args.seed, explore, number))  # a resumed run's are the same
+    state, _ = env.reset(seed=int(numbers.generate_state(1)[0]))
     rows, over = [], False
     while not over:
         if frames is not None:
@@ -443,9 +434,9 @@ def run_episode(env, policy, seed, args, explore=True, frames=None):
 
 def main(args):
     """Train as args say, or evaluate; returns the policy."""
-    env = make_env(args, render=args.capture_video)
+    env = make_env(args)
     check(args, env)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(min(args.threads, os.cpu_count()))
     torch.manual_seed(args.seed)
     if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
         warnings.simplefilter("ignore")
@@ -453,14 +444,17 @@ def main(args):
     sizes = env.observation_space.shape[0], env.action_space.shape[0]
     policy, critic = Policy(*sizes, args), Critic(*sizes, args)
     if args.evaluate:
-        return evaluate_saved(env, policy, args)
+        policy.load_state_dict(read_saved(Path(args.evaluate))["policy"])
+        returns = evaluate(env, policy.to(args.device), args, Path(args.evaluate).parent)
+        print(f"{args.env_id}: mean {np.mean(returns):.1f} of {[round(x, 1) for x in returns]}")
+        return policy
     agent = Agent(policy, critic, eta=1.0, eta_mu=1.0, eta_sigma=100.0).to(args.device)
     groups = [
         {"params": policy.parameters(), "lr": args.policy_learning_rate},
         {"params": critic.parameters(), "lr": args.learning_rate},
-        {"params": agent.parameters(recurse=False), "lr": args.multiplier_rate},
+        # the multipliers; equal betas: after a burst they come back as fast as they went
+        {"params": agent.parameters(recurse=False), "lr": 2e-3, "betas": (0.9, 0.9)},
     ]
-    groups[2]["betas"] = (0.9, 0.9)  # equal: after a burst it comes back as fast as it went
     optimiser = torch.optim.Adam(groups, fused=True)
     replay = Replay(args.buffer_size, *sizes)
     losses_of = torch.compile(compute_losses) if args.compile else compute_losses
@@ -472,8 +466,7 @@ def main(args):
             # update the replay with L trajectories (more before the first gradient step)
             before, returns, owed = done["steps"], [], 0
             while len(returns) < args.trajectories or owed < 1:
-                seed = episode_seed(args.seed, 0, done["episodes"])
-                episode = run_episode(env, policy, seed, args)
+                episode = run_episode(env, policy, args, done["episodes"])
                 replay.add_episode(episode)
                 returns.append(episode.reward.sum().item())
                 done["episodes"] += 1
@@ -490,41 +483,34 @@ def main(args):
                 losses, metrics = losses_of(agent, batch, noise.to(args.device), args)
                 metrics |= gradient_step(agent, optimiser, losses, args)
                 done["updates"] += 1
-                if done["updates"] % args.target_period == 0:
-                    agent.copy_targets()
+                if done["updates"] % args.target_period == 0:  # theta_i = theta, phi' = phi
+                    agent.target_policy.load_state_dict(policy.state_dict())
+                    agent.target_critic.load_state_dict(critic.state_dict())
                 run.show_progress(returns)
+
+            metrics["mpo/q_minus_return"] = q_minus_return(critic, episode, args)
 
             # log, evaluate, save
             finished = done["steps"] >= args.total_timesteps
             due = finished or done["steps"] // args.eval_every > before // args.eval_every
-            run.log(returns, evaluate(env, policy, args) if due else [], metrics)
+            run.log(returns, evaluate(env, policy, args, run.folder) if due else [], metrics)
             if due or run.stopping:
                 run.save()
-        if args.capture_video and not run.stopping:
-            evaluate(env, policy, args, run.folder / "evaluation.mp4")
     return policy
 
 
 # ==== Plumbing: evaluation and video, the run's folder, checks of the user's input. MPO ends here.
-def evaluate(env, policy, args, video=None):
-    """Returns of some episodes with the mean action; or one of them, filmed to a file."""
-    seeds = [episode_seed(args.seed, 1, n) for n in range(1 if video else args.eval_episodes)]
-    frames = [] if video else None
-    episodes = [run_episode(env, policy, seed, args, False, frames) for seed in seeds]
-    if video:
-        imageio.mimwrite(video, frames, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
-    return [episode.reward.sum().item() for episode in episodes]
-
-
-def evaluate_saved(env, policy, args):
-    """Evaluate, and film if asked, the policy in the file that --evaluate names."""
-    policy.load_state_dict(read_saved(Path(args.evaluate))["policy"])
-    returns = evaluate(env, policy.to(args.device), args)
-    spread = f"from {min(returns):.1f} to {max(returns):.1f}"
-    print(f"{args.env_id}: mean {np.mean(returns):.1f} of {len(returns)} episodes, {spread}")
-    if args.capture_video:
-        evaluate(env, policy, args, Path(args.evaluate).with_name("evaluation.mp4"))
-    return policy
+def evaluate(env, policy, args, folder):
+    """Returns of some episodes with the mean action, the first of them filmed if asked for."""
+    film, returns = [] if args.capture_video else None, []
+    for number in range(args.eval_episodes):
+        frames = film if number == 0 else None
+        episode = run_episode(env, policy, args, number, explore=False, frames=frames)
+        returns.append(episode.reward.sum().item())
+    if film:
+        fps = env.metadata.get("render_fps", 30)
+        imageio.mimwrite(folder / "evaluation.mp4", film, fps=fps, macro_block_size=2)
+    return returns
 
 
 class Run:
@@ -532,11 +518,11 @@ class Run:
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.table, self.stopping = args, parts, [], 0
-        self.done = {"steps": 0, "episodes": 0, "updates": 0, "seconds": 0.0, "saved": 0}
-        task = args.env_id.replace("/", "-").replace(":", "-")
-        name = f"{task}__{Path(ORIGIN[0]).stem}__{args.seed}__{int(time.time())}"
+        self.done = {"steps": 0, "episodes": 0, "updates": 0, "seconds": 0.0}
+        name = f"{args.env_id}__{Path(ORIGIN[0]).stem}__{args.seed}__{int(time.time())}"
+        name = name.replace("/", "-").replace(":", "-")
         self.folder = Path(args.resume or args.run_dir or Path("runs", name))
-        if (self.folder / "args.json").exists() and not args.resume:
+        if (self.folder / "checkpoint.pt").exists() and not args.resume:
             refuse(f"{self.folder} holds a run already; --resume {self.folder} continues it.")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -546,26 +532,26 @@ class Run:
 
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if args.resume:
-                self.load()
+                saved = read_saved(self.folder / "checkpoint.pt")
+                for name, part in parts.items():
+                    part.load_state_dict(saved[name])
+                self.done, self.table = saved["done"], saved["table"]
+                torch.set_rng_state(saved["random"])
             self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
             write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2))
-        except BlockingIOError:
-            refuse(f"another process is training in {self.folder}.")
         except OSError as error:
-            refuse(f"{self.folder} cannot be written: {error}.")
-        self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
-        self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
+            busy = isinstance(error, BlockingIOError)
+            reason = "another process is training there" if busy else error
+            refuse(f"{self.folder} cannot be written: {reason}.")
+        self.bar = tqdm(total=args.total_timesteps, unit=" steps", disable=None)
+        self.started = time.time() - self.done["seconds"]
         tqdm.write(f"{args.env_id}: writing to {self.folder}")
 
     def show_progress(self, returns):
-        """A bar on a terminal; elsewhere a line twice a minute."""
-        steps, seconds = self.done["steps"], time.time() - self.started
+        """A bar, on a terminal."""
         words = f"return {np.mean(returns):.1f}, update {self.done['updates']:,}"
         self.bar.set_postfix_str(words, refresh=False)
-        self.bar.update(steps - self.bar.n)
-        if self.bar.disable and seconds > self.shown + 30:
-            self.shown = seconds
-            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
+        self.bar.update(self.done["steps"] - self.bar.n)
 
     def log(self, returns, evaluated, metrics):
         """A row for this iteration: its episodes' mean return, its last gradient step."""
@@ -580,27 +566,21 @@ class Run:
                 self.writer.add_scalar(name, value, steps)
         self.writer.flush()
         row["eval/returns"] = " ".join(f"{x:.6g}" for x in evaluated)
-        if evaluated:
-            tqdm.write(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
         self.table = self.table or [",".join(row)]
         self.table.append(",".join(map(str, row.values())))
         write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+        if evaluated:
+            words = f"return {np.mean(returns):.1f}, mean action {np.mean(evaluated):.1f}"
+            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
 
     def save(self):
-        done, policy = self.done | {"saved": self.done["steps"]}, self.parts["agent"].policy
-        saved = {name: part.state_dict() for name, part in self.parts.items()}
-        saved |= {"done": done, "table": self.table, "random": torch.get_rng_state()}
-        write_saved(self.folder / "checkpoint.pt", self.args, policy, saved)
-        write_saved(self.folder / "model.pt", self.args, policy, {})
-        self.done["saved"] = done["saved"]
-
-    def load(self):
-        saved = read_saved(self.folder / "checkpoint.pt")
-        for name, part in self.parts.items():
-            part.load_state_dict(saved[name])
-        self.done, self.table = saved["done"], saved["table"]
-        torch.set_rng_state(saved["random"])
-        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+        """checkpoint.pt, to go on from; and model.pt, to evaluate: the policy and its settings."""
+        policy = self.parts["agent"].policy.state_dict()
+        model = {"origin": ORIGIN, "args": asdict(self.args), "policy": policy}
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"done": self.done, "table": self.table, "random": torch.get_rng_state()}
+        write_whole(self.folder / "checkpoint.pt", model | state)
+        write_whole(self.folder / "model.pt", model)
 
     def __enter__(self):
         asked = (signal.SIGINT, signal.SIGTERM)
@@ -616,49 +596,40 @@ class Run:
         self.bar.close()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        kept = f"the last checkpoint in {self.folder} is of step {self.done['saved']:,}"
+        steps, again = self.done["steps"], f"--resume {self.folder} continues from its checkpoint"
         if isinstance(error, Exception):
             if kind not in (OSError, FloatingPointError):
                 sys.excepthook(kind, error, trace)
-            refuse(f"{error}; stopped at step {self.done['steps']:,}; {kept}.", code=1)
-        if error is None and self.done["steps"] < self.args.total_timesteps:
-            print(f"stopped; {kept}; to go on: python {sys.argv[0]} --resume {self.folder}")
+            refuse(f"{error}; stopped at step {steps:,}; {again}.", code=1)
+        if steps < self.args.total_timesteps:
+            print(f"stopped at step {steps:,}; {again}")
             raise SystemExit(128 + self.stopping)
         print(f"done; everything is in {self.folder}")
 
 
 def write_whole(path, content):
     """Write a file whole or not at all: to one side, down to the disk, then over the old one."""
-    aside = path.with_suffix(".tmp")
-    try:
-        with open(aside, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def write_saved(path, args, policy, content):
-    """Write what torch saves, with its origin, the settings and the policy."""
-    buffer, head = io.BytesIO(), {"origin": ORIGIN, "args": asdict(args)}
-    torch.save(head | {"policy": policy.state_dict()} | content, buffer)
-    write_whole(path, buffer.getvalue())
+    buffer, aside = io.BytesIO(), path.with_suffix(".tmp")
+    if isinstance(content, str):
+        buffer.write(content.encode())
+    else:
+        torch.save(content, buffer)
+    with open(aside, "wb") as file:
+        file.write(buffer.getvalue())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
 
 
 def read_saved(path):
-    """What write_saved wrote, checked against the checksums in the file."""
-    if not path.is_file():
-        refuse(f"there is no {path}; a run stopped before its first checkpoint starts anew.")
+    """What Run.save wrote, checked against the checksums in the file."""
     try:
-        damaged = zipfile.ZipFile(path).testzip()
+        if zipfile.ZipFile(path).testzip():
+            raise ValueError("a wrong checksum")
         saved = torch.load(path, map_location="cpu", weights_only=True)
         origin = saved["origin"]
     except Exception:
-        damaged = True
-    if damaged:
-        refuse(f"{path} is damaged, or not from this project.")
+        refuse(f"{path} is missing, damaged, or not from this project.")
     if origin != ORIGIN:
         refuse(f"{path} is of {origin[0]}, format {origin[1]}; here is {ORIGIN[0]}, {ORIGIN[1]}.")
     return saved
@@ -705,10 +676,8 @@ def check(args, env):
         refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
     if args.buffer_size <= args.window:
         refuse(f"--buffer-size must exceed --window, {args.window}.")
-    if not args.min_std < args.initial_std < (args.max_std or 100):
-        refuse("--initial-std must lie between --min-std and --max-std (100 if that is 0).")
-    if args.threads > os.cpu_count():
-        refuse(f"--threads must be at most {os.cpu_count()}, the cores of this machine.")
+    if 0 < args.max_std <= 0.5:
+        refuse(f"--max-std must exceed 0.5, where the policy starts, not {args.max_std}.")
     try:
         torch.zeros(1, device=args.device).item()
         widest = max(args.policy_layers + args.critic_layers)
