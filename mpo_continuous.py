@@ -30,7 +30,6 @@ if __name__ == "__main__":  # the imports take seconds: Ctrl-C ends them without
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import copy
-import importlib
 import io
 import json
 import math
@@ -40,9 +39,10 @@ import threading
 import time
 import warnings
 import zipfile
+from collections import namedtuple
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -79,7 +79,8 @@ class Args:
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
     covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
-    max_std: float = 0.0  # what no standard deviation reaches, such as 1; 0: no such bound
+    max_std: float = 1e6  # what no standard deviation reaches, such as 1; 1e6 bounds nothing
+    noise_exponent: float = 0.0  # exploration noise has power 1/f^this in an episode; 0: white
 
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
@@ -106,11 +107,10 @@ def make_env(args):
     """The task with observations [S], and actions [A] scaled from [-1, 1] to its own bounds."""
     if sys.platform == "linux":  # read once, when MuJoCo is imported; egl needs no display
         os.environ.setdefault("MUJOCO_GL", "egl" if args.capture_video else "disabled")
-    module, _, name = args.env_id.rpartition(":")
+    sys.path.append(os.getcwd())  # where MODULE of MODULE:TASK may be
+    options = {"render_mode": "rgb_array"} if args.capture_video else {}
     try:
-        sys.path.append(os.getcwd())
-        importlib.import_module(module or "shimmy")  # registers its tasks; Shimmy's: dm_control
-        options = {"render_mode": "rgb_array"} if args.capture_video else {}
+        name = args.env_id if ":" in args.env_id else f"shimmy:{args.env_id}"  # has dm_control
         env = gym.make(name, disable_env_checker=True, **options)
         if args.time_limit or env.spec.max_episode_steps is None:
             env = gym.wrappers.TimeLimit(env, args.time_limit or 1000)
@@ -128,9 +128,8 @@ def make_env(args):
 
     seen, box = env.observation_space, env.action_space
     real = isinstance(box, gym.spaces.Box) and box.dtype.kind == "f" and len(box.shape) == 1
-    bounded = real and max(abs(box.low).max(), abs(box.high).max()) < 1e6
-    if not bounded or seen.dtype == np.uint8:
-        refuse(f"{args.env_id} observes {seen} and acts in {box}; this script needs vectors.")
+    if not real or np.abs([box.low, box.high]).max() > 1e6 or seen.dtype == np.uint8:
+        refuse(f"{args.env_id} needs vectors and bounded actions, but has {seen} and {box}.")
     one = box.dtype.type(1)
     env = gym.wrappers.RescaleAction(gym.wrappers.FlattenObservation(env), -one, one)
     return gym.wrappers.ClipAction(env)
@@ -156,9 +155,7 @@ class Policy(nn.Module):
         for head in (self.mean, self.factor):  # start at N(0, 0.5^2 I), nearly
             head.weight.data.mul_(0.01)
             head.bias.data.zero_()
-        start = 0.5
-        if args.max_std:
-            start /= math.sqrt(1 - (start / args.max_std) ** 2)  # which forward() shortens again
+        start = 0.5 / math.sqrt(1 - (0.5 / args.max_std) ** 2)  # forward() makes it 0.5 again
         self.offset = math.log(math.expm1(start - 0.01))  # softplus gives start - 0.01
 
     def forward(self, state):
@@ -170,10 +167,8 @@ class Policy(nn.Module):
         cholesky = torch.diag_embed(diagonal)  # A_ii <- log(1 + exp(A_ii))
         if self.args.covariance == "full":
             cholesky = cholesky + raw.tril(-1)
-        if self.args.max_std:  # shorten the rows, whose lengths are the standard deviations
-            variance = cholesky.square().sum(-1, keepdim=True)
-            cholesky = cholesky * (1 + variance / self.args.max_std**2).rsqrt()
-        return mean, cholesky
+        variance = cholesky.square().sum(-1, keepdim=True)  # of each action; rows are shortened
+        return mean, cholesky * (1 + variance / self.args.max_std**2).rsqrt()
 
 
 class Critic(nn.Module):
@@ -252,11 +247,6 @@ def improved_policy(eta, scores, log_prior):
     return torch.softmax(log_prior + (scores - scores.amax(-1, keepdim=True)) / eta, dim=-1)
 
 
-def categorical_kl(p, log_q):
-    """KL(p || q) = sum_a p (log p - log q). p [..., M] -> [...]."""
-    return (p * (p.clamp(min=1e-30).log() - log_q)).sum(-1)
-
-
 # ---- M-step: maximise E_q log pi(a|s, theta) while the change of mean and covariance stays within
 # epsilon_mu and epsilon_sigma. C_mu + C_Sigma is KL(pi_i || pi).
 def kl_mean(mean_i, mean, cholesky):
@@ -277,16 +267,11 @@ def lagrangian(eta, epsilon, kl):
     return eta * (epsilon - kl.detach()), eta.detach() * (epsilon - kl)
 
 
-# ---- Replay: a ring of rows in the order they were lived. An episode of n steps is n + 1 rows: the
-# last is `final`, it has only the observation that a time limit bootstraps from. Whole episodes are
-# added, so a window that starts at a step meets a final row before it meets the ring's seam.
-class Rows(NamedTuple):
-    state: torch.Tensor  # [..., S]
-    action: torch.Tensor  # [..., A]
-    behaviour_log_prob: torch.Tensor  # [...], log b(a|s) at the time of acting
-    reward: torch.Tensor  # [...]
-    terminated: torch.Tensor  # [...], 1 where the step ended its episode; a time limit does not
-    final: torch.Tensor  # [...], 1 where the episode was over and no step was taken
+# ---- Replay: a ring of rows in the order they were lived. A row is a state [S], an action [A],
+# log b(a|s), a reward, whether the step terminated, and whether the row is final: an episode of n
+# steps is n + 1 rows, the last with only the observation that a time limit bootstraps from. Whole
+# episodes are added, so a window that starts at a step meets a final row before the ring's seam.
+Rows = namedtuple("Rows", "state action behaviour_log_prob reward terminated final")
 
 
 class Replay:
@@ -303,13 +288,13 @@ class Replay:
         self.head = int(index[-1] + 1) % self.capacity
         self.size = min(self.size + len(index), self.capacity)
 
-    def sample(self, batch_size, window):
+    def sample(self, batch_size, window, device):
         """Windows that start at steps drawn uniformly."""
         start = torch.randint(self.size, (batch_size,))
         while (final := self.rows.final[start] > 0).any():  # no step begins there: draw again
             start[final] = torch.randint(self.size, (int(final.sum()),))
         index = (start.unsqueeze(-1) + torch.arange(window + 1)) % self.capacity
-        return Rows(*(ring[index] for ring in self.rows))
+        return Rows(*(ring[index].to(device) for ring in self.rows))
 
     def state_dict(self):
         return {"rows": [ring[: self.size].clone() for ring in self.rows], "head": self.head}
@@ -336,9 +321,8 @@ def compute_losses(agent, batch, noise, args):
 
         q_i = agent.target_critic(batch.state[:, :-1], action)
         v_next = scores[:, 1:].mean(-1)  # E_pi Q'(s_{t+1},.)
-        taken = action.unsqueeze(-2)  # one action per state
-        log_pi_i = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], taken).squeeze(-1)
-        trace = trace_coefficient(log_pi_i, behaviour_log_prob) * valid
+        log_pi_i = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], action.unsqueeze(-2))
+        trace = trace_coefficient(log_pi_i.squeeze(-1), behaviour_log_prob) * valid
         trace_next = F.pad(trace[:, 1:], (0, 1))  # c_{t+1}; behind the window there is none
         discount = args.gamma * (1 - terminated)  # a termination bootstraps nothing, a limit does
         target = retrace(q_i, v_next, reward, discount, trace_next)
@@ -367,60 +351,55 @@ def compute_losses(agent, batch, noise, args):
     multiplier_loss = dual_loss + sum(multiplier_terms)
     policy_loss = -(likelihood + sum(policy_terms))
 
-    std = cholesky.square().sum(-1).sqrt()
-    kl_q = masked_mean(categorical_kl(weights, log_prior), alive)
-    metrics = {"eta": eta, "eta_mu": eta_mu, "eta_sigma": eta_sigma}
-    metrics["kl_q_relative"] = kl_q / args.epsilon  # of each KL to its bound
-    metrics["kl_mu_relative"] = c_mu / args.epsilon_mu
-    metrics["kl_sigma_relative"] = c_sigma / args.epsilon_sigma
-    metrics["trace"] = masked_mean(trace[:, 1:], valid[:, 1:])
-    metrics |= {"std_mean": masked_mean(std.mean(-1), alive), "std_max": std.max()}
-    metrics["q_mean"] = masked_mean(q, valid)
-    metrics["q_max"] = q.masked_fill(valid == 0, -math.inf).max()
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
-    return losses, {f"mpo/{name}": x.detach() for name, x in metrics.items()}
+    kl_q = masked_mean(torch.xlogy(weights, weights * args.num_samples).sum(-1), alive)
+    std = cholesky.square().sum(-1).sqrt()
+    metrics = {f"losses/{name}": loss for name, loss in losses.items()}
+    metrics |= {"mpo/eta": eta, "mpo/eta_mu": eta_mu, "mpo/eta_sigma": eta_sigma}
+    metrics["mpo/kl_q_relative"] = kl_q / args.epsilon  # of each KL to its bound
+    metrics["mpo/kl_mu_relative"] = c_mu / args.epsilon_mu
+    metrics["mpo/kl_sigma_relative"] = c_sigma / args.epsilon_sigma
+    metrics["mpo/trace"] = masked_mean(trace[:, 1:], valid[:, 1:])
+    metrics |= {"mpo/std_mean": masked_mean(std.mean(-1), alive), "mpo/std_max": std.max()}
+    metrics["mpo/q_mean"] = masked_mean(q, valid)
+    return losses, {name: x.detach() for name, x in metrics.items()}
 
 
-def gradient_step(agent, optimiser, losses, args):
-    """One step of Adam on theta, phi and the multipliers; returns the losses as numbers."""
+def gradient_step(agent, optimiser, losses):
+    """One step of Adam on theta, phi and the multipliers."""
     optimiser.zero_grad()
     sum(losses.values()).backward()
-    for name in ("critic", "policy"):
-        parameters = getattr(agent, name).parameters()
-        losses[f"{name}_gradient"] = nn.utils.clip_grad_norm_(parameters, max_norm=40.0)
-    values = {f"losses/{name}": x.item() for name, x in losses.items()}
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise FloatingPointError(f"{name} became {value}")
+    for network in (agent.policy, agent.critic):
+        length = nn.utils.clip_grad_norm_(network.parameters(), max_norm=40.0)
+        if not math.isfinite(length):
+            raise FloatingPointError("a gradient became infinite, or not a number")
     optimiser.step()
     for log_eta in agent.parameters(recurse=False):
         log_eta.data.clamp_(math.log(1e-6), math.log(2e4))  # from where it can still come back
-    return values
-
-
-@torch.no_grad()
-def q_minus_return(critic, episode, args):
-    """Mean of Q(s,a) less the discounted rest of the episode: how much more is promised than lived."""
-    state, action, _, reward, terminated, _ = (x[:-1].to(args.device) for x in episode)
-    zero = torch.zeros(1, len(reward), device=args.device)
-    rest = retrace(zero, zero, reward.unsqueeze(0), zero + args.gamma, zero + 1).squeeze(0)
-    last = len(reward) if terminated[-1] else -500  # what a time limit cut off is not known
-    return (critic(state, action) - rest)[:last].mean()
 
 
 # ---- Episodes, and the training loop.
+def coloured_noise(exponent, steps, action_size):
+    """z [steps, A], each N(0, 1), whose power over time falls as 1/f^exponent; 0 is white noise."""
+    frequency = torch.fft.fftfreq(steps).abs().clamp(min=1 / steps)  # a constant's: the slowest
+    amplitude = frequency ** (-exponent / 2)
+    amplitude /= amplitude.square().mean().sqrt()
+    spectrum = torch.fft.fft(torch.randn(steps, action_size), dim=0) * amplitude.unsqueeze(-1)
+    return torch.fft.ifft(spectrum, dim=0).real
+
+
 @torch.no_grad()
-def run_episode(env, policy, args, number, explore=True, frames=None):
-    """Live one episode, with the mean action unless to explore; pictures go to the list frames."""
-    numbers = np.random.SeedSequence((args.seed, explore, number))  # a resumed run's are the same
-    state, _ = env.reset(seed=int(numbers.generate_state(1)[0]))
+def run_episode(env, policy, args, number, explore=True):
+    """The rows of one episode, lived with the mean action unless to explore."""
+    seed = np.random.SeedSequence((args.seed, explore, number)).generate_state(1)[0]
+    state, _ = env.reset(seed=int(seed))
+    noise = torch.zeros(env.spec.max_episode_steps, *env.action_space.shape)
+    if explore:
+        noise = coloured_noise(args.noise_exponent, *noise.shape)
     rows, over = [], False
     while not over:
-        if frames is not None:
-            frames.append(env.render())
         mean, cholesky = policy(torch.as_tensor(state, dtype=torch.float32, device=args.device))
-        z = torch.randn(len(mean)) if explore else torch.zeros(len(mean))
-        action = mean + cholesky @ z.to(args.device)
+        action = mean + cholesky @ noise[len(rows)].to(args.device)
         log_prob = gaussian_log_prob(mean, cholesky, action.unsqueeze(0)).item()
         action = action.cpu().numpy()  # kept as drawn; environment and critic clip it
         next_state, reward, terminated, truncated, _ = env.step(action)
@@ -432,15 +411,25 @@ def run_episode(env, policy, args, number, explore=True, frames=None):
     return Rows(*(torch.as_tensor(np.array(x), dtype=torch.float32) for x in zip(*rows)))
 
 
+@torch.no_grad()
+def q_minus_return(critic, episode, args):
+    """Mean of Q(s,a) less the discounted rest of the episode: what is promised, but not lived."""
+    state, action, _, reward, terminated, _ = (x.to(args.device) for x in episode)
+    rest = reward.clone()
+    for t in reversed(range(len(rest) - 1)):
+        rest[t] += args.gamma * rest[t + 1]
+    known = slice(-1 if terminated.any() else -501)  # a time limit cuts off what would have come
+    return (critic(state, action) - rest)[known].mean()
+
+
 def main(args):
     """Train as args say, or evaluate; returns the policy."""
+    check(args)
     env = make_env(args)
-    check(args, env)
     torch.set_num_threads(min(args.threads, os.cpu_count()))
     torch.manual_seed(args.seed)
-    if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
-        warnings.simplefilter("ignore")
-        os.environ["PYTHONWARNINGS"] = "ignore"
+    if args.compile:
+        warnings.simplefilter("ignore")  # PyTorch's compiler warns about itself
     sizes = env.observation_space.shape[0], env.action_space.shape[0]
     policy, critic = Policy(*sizes, args), Critic(*sizes, args)
     if args.evaluate:
@@ -452,7 +441,7 @@ def main(args):
     groups = [
         {"params": policy.parameters(), "lr": args.policy_learning_rate},
         {"params": critic.parameters(), "lr": args.learning_rate},
-        # the multipliers; equal betas: after a burst they come back as fast as they went
+        # equal betas: after a burst the multipliers come back as fast as they went
         {"params": agent.parameters(recurse=False), "lr": 2e-3, "betas": (0.9, 0.9)},
     ]
     optimiser = torch.optim.Adam(groups, fused=True)
@@ -464,33 +453,29 @@ def main(args):
     with run:
         while done["steps"] < args.total_timesteps and not run.stopping:
             # update the replay with L trajectories (more before the first gradient step)
-            before, returns, owed = done["steps"], [], 0
-            while len(returns) < args.trajectories or owed < 1:
+            before, returns = done["steps"], []
+            while len(returns) < args.trajectories or done["steps"] < args.learning_starts:
                 episode = run_episode(env, policy, args, done["episodes"])
                 replay.add_episode(episode)
                 returns.append(episode.reward.sum().item())
                 done["episodes"] += 1
                 done["steps"] += len(episode.reward) - 1
-                if done["steps"] >= args.learning_starts:
-                    owed = int(args.updates_per_step * done["steps"]) - done["updates"]
                 run.show_progress(returns)
 
             # find a better policy by gradient descent: K steps
-            for _ in range(owed):
-                batch = replay.sample(args.batch_size, args.window)
-                batch = Rows(*(x.to(args.device) for x in batch))
+            for _ in range(max(1, int(args.updates_per_step * done["steps"]) - done["updates"])):
+                batch = replay.sample(args.batch_size, args.window, args.device)
                 noise = torch.randn(*batch.state.shape[:2], args.num_samples, sizes[1])
                 losses, metrics = losses_of(agent, batch, noise.to(args.device), args)
-                metrics |= gradient_step(agent, optimiser, losses, args)
+                gradient_step(agent, optimiser, losses)
                 done["updates"] += 1
                 if done["updates"] % args.target_period == 0:  # theta_i = theta, phi' = phi
                     agent.target_policy.load_state_dict(policy.state_dict())
                     agent.target_critic.load_state_dict(critic.state_dict())
                 run.show_progress(returns)
 
-            metrics["mpo/q_minus_return"] = q_minus_return(critic, episode, args)
-
             # log, evaluate, save
+            metrics["mpo/q_minus_return"] = q_minus_return(critic, episode, args)
             finished = done["steps"] >= args.total_timesteps
             due = finished or done["steps"] // args.eval_every > before // args.eval_every
             run.log(returns, evaluate(env, policy, args, run.folder) if due else [], metrics)
@@ -502,14 +487,15 @@ def main(args):
 # ==== Plumbing: evaluation and video, the run's folder, checks of the user's input. MPO ends here.
 def evaluate(env, policy, args, folder):
     """Returns of some episodes with the mean action, the first of them filmed if asked for."""
-    film, returns = [] if args.capture_video else None, []
+    returns = []
     for number in range(args.eval_episodes):
-        frames = film if number == 0 else None
-        episode = run_episode(env, policy, args, number, explore=False, frames=frames)
+        filmed = args.capture_video and number == 0
+        stage = gym.wrappers.RenderCollection(env) if filmed else env
+        episode = run_episode(stage, policy, args, number, explore=False)
         returns.append(episode.reward.sum().item())
-    if film:
-        fps = env.metadata.get("render_fps", 30)
-        imageio.mimwrite(folder / "evaluation.mp4", film, fps=fps, macro_block_size=2)
+        if filmed:
+            film, fps = folder / "evaluation.mp4", env.metadata.get("render_fps", 30)
+            imageio.mimwrite(film, stage.render(), fps=fps, macro_block_size=2)
     return returns
 
 
@@ -537,13 +523,14 @@ class Run:
                     part.load_state_dict(saved[name])
                 self.done, self.table = saved["done"], saved["table"]
                 torch.set_rng_state(saved["random"])
+            self.save()
+            write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2).encode())
             self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
-            write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2))
+        except BlockingIOError:
+            refuse(f"another process is training in {self.folder}.")
         except OSError as error:
-            busy = isinstance(error, BlockingIOError)
-            reason = "another process is training there" if busy else error
-            refuse(f"{self.folder} cannot be written: {reason}.")
-        self.bar = tqdm(total=args.total_timesteps, unit=" steps", disable=None)
+            refuse(f"{self.folder} cannot be written: {error}.")
+        self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
         self.started = time.time() - self.done["seconds"]
         tqdm.write(f"{args.env_id}: writing to {self.folder}")
 
@@ -568,7 +555,7 @@ class Run:
         row["eval/returns"] = " ".join(f"{x:.6g}" for x in evaluated)
         self.table = self.table or [",".join(row)]
         self.table.append(",".join(map(str, row.values())))
-        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]).encode())
         if evaluated:
             words = f"return {np.mean(returns):.1f}, mean action {np.mean(evaluated):.1f}"
             tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
@@ -579,12 +566,13 @@ class Run:
         model = {"origin": ORIGIN, "args": asdict(self.args), "policy": policy}
         state = {name: part.state_dict() for name, part in self.parts.items()}
         state |= {"done": self.done, "table": self.table, "random": torch.get_rng_state()}
-        write_whole(self.folder / "checkpoint.pt", model | state)
-        write_whole(self.folder / "model.pt", model)
+        for name, content in (("checkpoint.pt", model | state), ("model.pt", model)):
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            write_whole(self.folder / name, buffer.getvalue())
 
     def __enter__(self):
-        asked = (signal.SIGINT, signal.SIGTERM)
-        self.handlers = {number: signal.signal(number, self.stop) for number in asked}
+        self.handlers = {n: signal.signal(n, self.stop) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(self, number, frame):
         """Asked once, stop after this iteration; asked again, at once."""
@@ -596,7 +584,7 @@ class Run:
         self.bar.close()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        steps, again = self.done["steps"], f"--resume {self.folder} continues from its checkpoint"
+        steps, again = self.done["steps"], f"--resume {self.folder} goes on from its checkpoint"
         if isinstance(error, Exception):
             if kind not in (OSError, FloatingPointError):
                 sys.excepthook(kind, error, trace)
@@ -609,23 +597,21 @@ class Run:
 
 def write_whole(path, content):
     """Write a file whole or not at all: to one side, down to the disk, then over the old one."""
-    buffer, aside = io.BytesIO(), path.with_suffix(".tmp")
-    if isinstance(content, str):
-        buffer.write(content.encode())
-    else:
-        torch.save(content, buffer)
-    with open(aside, "wb") as file:
-        file.write(buffer.getvalue())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    aside = path.with_suffix(".tmp")
+    try:
+        with open(aside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def read_saved(path):
     """What Run.save wrote, checked against the checksums in the file."""
     try:
-        if zipfile.ZipFile(path).testzip():
-            raise ValueError("a wrong checksum")
+        assert not zipfile.ZipFile(path).testzip(), "a wrong checksum"
         saved = torch.load(path, map_location="cpu", weights_only=True)
         origin = saved["origin"]
     except Exception:
@@ -662,31 +648,26 @@ def parse_args(words=None):
     return args
 
 
-def check(args, env):
+def check(args):
     """Refuse settings that cannot work: a number is positive where its default is."""
     for name, default in vars(Args()).items():
         value, zero = getattr(args, name), not default or name == "seed"
         numbers = np.atleast_1d(value) if type(default) in (int, float, tuple) else [1]
-        if not len(numbers) or not all(0 <= x < 2**63 and (x > 0 or zero) for x in numbers):
+        if not len(numbers) or not all(0 <= x < 1e9 and (x > 0 or zero) for x in numbers):
             least = "0 or more" if zero else "positive"
-            refuse(f"--{name.replace('_', '-')} must be {least} and below 2**63, not {value}.")
+            refuse(f"--{name.replace('_', '-')} must be {least} and below 1e9, not {value}.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
-    if args.learning_starts >= args.total_timesteps:
-        refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
+    if args.max_std <= 0.5:
+        refuse(f"--max-std must exceed 0.5, where the policy starts, not {args.max_std}.")
     if args.buffer_size <= args.window:
         refuse(f"--buffer-size must exceed --window, {args.window}.")
-    if 0 < args.max_std <= 0.5:
-        refuse(f"--max-std must exceed 0.5, where the policy starts, not {args.max_std}.")
+    if args.learning_starts >= args.total_timesteps:
+        refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
     try:
         torch.zeros(1, device=args.device).item()
-        widest = max(args.policy_layers + args.critic_layers)
-        samples = args.batch_size * (args.window + 1) * args.num_samples
-        row = env.observation_space.shape[0] + env.action_space.shape[0] + 4
-        if not args.evaluate:  # which has no replay
-            torch.empty(args.buffer_size * row + 8 * samples * widest + 32 * widest**2)
     except Exception as error:
-        refuse(f"device, replay, batch or layers cannot be had here: {str(error).splitlines()[0]}")
+        refuse(f"--device {args.device} cannot be had here: {str(error).splitlines()[0]}")
 
 
 if __name__ == "__main__":
