@@ -9,8 +9,7 @@
 
 Returns to expect: of CartPole-v1 (most probable action, three seeds) about 320 of 500 after 10,000
 steps, 450 after 20,000, 500 after 30,000. Of Pong (games played in training, one seed) -19 after
-100,000 steps, -18 after 200,000, -13 after 300,000, -8 after 400,000. A step of an Atari game is
-four frames, in which the action is repeated.
+100,000 steps, -13 after 300,000, -8 after 400,000. A step of an Atari game is four frames.
 
     theta, theta_i   the policy pi being fitted, and the target policy pi_i it started from
     phi, phi'        the critic Q, and its target Q'
@@ -22,11 +21,9 @@ four frames, in which the action is repeated.
 """
 # /// script
 # requires-python = ">=3.10,<3.13"
-# dependencies = [
-#     "torch>=2.4,<3", "numpy>=1.26,<3", "gymnasium>=1.0,<2", "ale-py>=0.11,<1", "tyro>=0.9,<2",
-#     "minatar>=1.0.15,<2", "pygame>=2.1.3,<3", "tensorboard>=2.16,<3", "tqdm>=4.66,<5",
-#     "imageio>=2.34,<3", "imageio-ffmpeg>=0.5,<1",
-# ]
+# dependencies = ["torch>=2.4,<3", "numpy>=1.26,<3", "gymnasium>=1.0,<2", "ale-py>=0.11,<1",
+#     "minatar>=1.0.15,<2", "pygame>=2.1.3,<3", "tyro>=0.9,<2", "tensorboard>=2.16,<3",
+#     "tqdm>=4.66,<5", "imageio>=2.34,<3", "imageio-ffmpeg>=0.5,<1"]
 # ///
 
 import signal
@@ -45,9 +42,9 @@ import threading
 import time
 import warnings
 import zipfile
+from collections import namedtuple
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -61,6 +58,7 @@ from tqdm import tqdm
 
 ORIGIN = ("mpo_atari.py", 1)  # what saved files say of the script, and of their format
 PAPER = {"learning_rate": 5e-4, "policy_learning_rate": 5e-4, "target_period": 1000}  # see --paper
+STACK, FRAME = 4, (84, 84)  # what the policy sees of a screen is its last four frames
 SMALL = dict(epsilon_pi=3e-3, window=8, batch_size=16, learning_rate=1e-3, multiplier_rate=1e-2)
 SMALL |= dict(policy_learning_rate=1e-4, updates_per_step=1.0, learning_starts=1000, threads=1)
 
@@ -76,7 +74,6 @@ class Args:
     paper: bool = False  # take the values that the paper prints where our defaults are others
     num_envs: int = 8  # N, games played side by side
     time_limit: int = 0  # cut games after this many steps; 0: the task's own limit (Atari: 27,000)
-    sticky_actions: float = 0.0  # chance that an Atari game repeats the action before
     clip_rewards: bool = True  # learn from rewards clipped to [-1, 1]; scores are never clipped
 
     gamma: float = 0.99  # discount (paper: 0.99)
@@ -89,7 +86,6 @@ class Args:
     learning_rate: float = 1e-4  # Adam's rate for the critic (small: 1e-3; paper: 5e-4)
     policy_learning_rate: float = 2e-5  # Adam's rate for the policy (small: 1e-4; paper: 5e-4)
     multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers (small: 1e-2)
-    max_grad_norm: float = 1000.0  # longer gradients, of each network, are scaled down to this norm
     updates_per_step: float = 0.25  # gradient steps per step; 0.25: as DQN (small: 1.0)
     target_period: int = 200  # gradient steps between copies of the targets (paper: 1000)
     learning_starts: int = 5000  # steps before the first gradient step (small: 1000)
@@ -101,9 +97,8 @@ class Args:
     evaluate: str = ""  # train nothing; evaluate the policy saved in this folder or file
     eval_every: int = 25_000  # steps between two evaluations, each with a checkpoint
     eval_episodes: int = 10  # games in an evaluation, played side by side
-    eval_sampled: bool = False  # evaluate actions drawn from the policy, not the most probable ones
     log_every: int = 1000  # steps between two rows of progress.csv
-    capture_video: bool = False  # film a game of the final policy: RUN_DIR/evaluation.mp4
+    capture_video: bool = False  # film a game of each evaluation: RUN_DIR/evaluation.mp4
     threads: int = min(4, os.cpu_count())  # CPU threads: convolutions use up to 4 well (small: 1)
     device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
     compile: bool = False  # compile the gradient step: a minute at the start, then faster
@@ -111,65 +106,50 @@ class Args:
 
 # ---- Environment. N games side by side. One that is over spends its next step on a reset: whatever
 # action it is given then, it answers with the first observation of its next game.
-STACK, FRAME = 4, (84, 84)  # what the policy sees of a screen is its last four frames
-
-
-def make_env(args, num_envs, render=False):
+def make_env(args, num_envs):
     """N games, observed as [N, 4, 84, 84], small [N, h, w, C] or [N, S]; actions are 0 .. A-1."""
-    module, _, name = args.env_id.rpartition(":")
-    family = name.split("/")[0]
-    module = module or {"ALE": "ale_py", "MinAtar": "minatar.gym"}.get(family, "gymnasium")
+    family, verb = args.env_id.split("/")[0], "filmed" if args.capture_video else "made"
+    sys.path.append(os.getcwd())  # where MODULE of MODULE:TASK may be
     try:
-        sys.path.append(os.getcwd())
-        games = importlib.import_module(module)  # registers its tasks
-        if family == "MinAtar" and name not in gym.registry:
-            games.register_envs()
+        if family == "MinAtar" and "MinAtar/Breakout-v1" not in gym.registry:
+            importlib.import_module("minatar.gym").register_envs()
         if family != "ALE":
-            return gym.vector.SyncVectorEnv([lambda: make_game(name, args, render)] * num_envs)
+            return gym.vector.SyncVectorEnv([lambda: make_game(args)] * num_envs)
         # ale-py makes DQN's frames: 84 x 84, the last four, each the greater of two screens
-        games.ALEInterface.setLoggerMode(games.LoggerMode.Error)
-        options = {"reward_clipping": False, "repeat_action_probability": args.sticky_actions}
+        ale_py = importlib.import_module("ale_py")
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+        options = {"reward_clipping": False, "repeat_action_probability": 0.0}
         options["num_threads"] = min(args.threads, num_envs)
-        if args.time_limit > 0:
-            options["max_num_frames_per_episode"] = 4 * args.time_limit
-        return gym.make_vec(name, num_envs=num_envs, **options)
-    except ModuleNotFoundError as error:
-        package = error.name.split(".")[0].replace("_", "-")
-        refuse(f"{args.env_id} needs a package: pip install {package}.")
+        options["max_num_frames_per_episode"] = 4 * (args.time_limit or 27_000)
+        return gym.make_vec(args.env_id, num_envs, **options)
     except Exception as error:
         reason = (str(error) or repr(error)).splitlines()[0]
-        refuse(f"{args.env_id} cannot be {'filmed' if render else 'made'} here: {reason}")
+        if isinstance(error, ImportError) and error.name:
+            reason += f"; pip install {error.name.split('.')[0].replace('_', '-')}"
+        refuse(f"{args.env_id} cannot be {verb} here: {reason}")
 
 
-def make_game(name, args, render):
+def make_game(args):
     """A game that is not ALE's. Frames are stacked as ale-py does, with zeros at the start."""
-    options = {"render_mode": "rgb_array"} if render else {}
-    env = gym.make(name, disable_env_checker=True, **options)
+    options = {"render_mode": "rgb_array"} if args.capture_video else {}
+    env = gym.make(args.env_id, disable_env_checker=True, **options)
     env.reset(seed=0)
-    if render:
+    if args.capture_video:
         env.render()
     actions, seen = env.action_space, env.observation_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start:
         refuse(f"{args.env_id} has actions {actions}; this script needs a choice of 0 .. A-1.")
-    if args.sticky_actions:
-        refuse("--sticky-actions is for the games of ALE/.")
     image = seen.dtype in (np.uint8, np.bool_) and len(seen.shape) > 1
     small = image and len(seen.shape) == 3 and all(3 <= side <= 32 for side in seen.shape[:2])
-    if args.time_limit > 0 or not (env.spec.max_episode_steps or small):
-        env = gym.wrappers.TimeLimit(env, args.time_limit if args.time_limit > 0 else 1000)
+    if args.time_limit or not (env.spec.max_episode_steps or small):
+        env = gym.wrappers.TimeLimit(env, args.time_limit or 1000)
     if not image:
-        return gym.wrappers.FlattenObservation(env)
-    if seen.shape == FRAME:
-        return gym.wrappers.FrameStackObservation(env, STACK, padding_type="zero")
-    if not small:
-        needed = f"{FRAME}, or height x width x channels of 3 to 32 each way"
-        refuse(f"{args.env_id} observes images of {seen.shape}; this script needs {needed}.")
-    return env
-
-
-def episode_seed(*numbers):
-    """One seed per episode, by its number: what makes a resumed run repeat an uninterrupted one."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+        return gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(env), np.float32)
+    if small:
+        return env
+    if seen.shape != FRAME:
+        refuse(f"{args.env_id} shows images of {seen.shape}, not {FRAME} or (3 to 32, 3 to 32, C).")
+    return gym.wrappers.FrameStackObservation(env, STACK, padding_type="zero")
 
 
 # ---- Networks. Policy and critic each have their own: DQN's for frames, as in the paper; MinAtar's
@@ -248,11 +228,6 @@ class Agent(nn.Module):
         for name, start in multipliers.items():
             self.register_parameter(f"log_{name}", nn.Parameter(torch.tensor(math.log(start))))
 
-    def copy_targets(self):
-        """theta_i = theta, phi' = phi."""
-        self.target_policy.load_state_dict(self.policy.state_dict())
-        self.target_critic.load_state_dict(self.critic.state_dict())
-
 
 def of_action(values, action):
     """The value of the action taken. values [..., A], action [...] -> [...]."""
@@ -306,25 +281,18 @@ def lagrangian(eta, epsilon, kl):
 
 
 # ---- Replay: a ring of rows in the order they were lived, one for each of the N games in turn. A
-# row has one frame, the newest of its stack; the row of a game's last observation is `final`.
-class GameRows(NamedTuple):
-    state: torch.Tensor  # [..., 4, 84, 84] of bytes, [..., h, w, C] or [..., S]
-    action: torch.Tensor  # [...], its number
-    behaviour_log_prob: torch.Tensor  # [...], log b(a|s) at the time of acting
-    reward: torch.Tensor  # [...]
-    terminated: torch.Tensor  # [...], 1 where the step ended its game; a time limit does not
-    final: torch.Tensor  # [...], 1 where the game was over and no step was taken
+# row is what was seen (of a stack its newest frame), the action's number, log b(a|s), a reward,
+# whether the step terminated, and whether the row is final: the game was over, no step was taken.
+Rows = namedtuple("Rows", "state action behaviour_log_prob reward terminated final")
 
 
 class FrameReplay:
     def __init__(self, capacity, num_envs, space, folder):
         self.num_envs, self.capacity, self.written = num_envs, capacity // num_envs * num_envs, 0
         self.stack, frame = (STACK, FRAME) if space.shape[1:] == FRAME else (1, space.shape)
-        kind = np.float32 if len(frame) == 1 else space.dtype
-        kinds = [(frame, kind), ((), np.int64), *[((), np.float32)] * 4]
+        kinds = [(frame, space.dtype), ((), np.int64), *[((), np.float32)] * 4]
         # numpy's zeros take no memory until they are written to; PyTorch's do
-        rows = [np.zeros((self.capacity, *size), kind) for size, kind in kinds]
-        self.rows = GameRows(*map(torch.from_numpy, rows))
+        self.rows = Rows(*(torch.as_tensor(np.zeros((self.capacity, *s), k)) for s, k in kinds))
         self.folder, self.ends = Path(folder), [0]  # rows written by the end of each file
 
     def add_steps(self, state, *step):
@@ -335,14 +303,13 @@ class FrameReplay:
             ring[start : start + self.num_envs] = torch.as_tensor(values)
         self.written += self.num_envs
 
-    def sample(self, batch_size, window):
+    def sample(self, batch_size, window, device):
         """Windows that start at steps drawn uniformly, and end at the newest rows at the latest."""
         oldest = max(0, self.written - self.capacity + (self.stack - 1) * self.num_envs)
-        start = torch.zeros(0, dtype=torch.long)
-        while len(start) < batch_size:
-            drawn = torch.randint(oldest, self.written - window * self.num_envs, (batch_size,))
-            steps = self.rows.final[drawn % self.capacity] == 0  # a final row begins no window
-            start = torch.cat([start, drawn[steps]])[:batch_size]
+        end = self.written - window * self.num_envs
+        start = torch.randint(oldest, end, (batch_size,))
+        while (final := self.rows.final[start % self.capacity] > 0).any():  # no step begins there
+            start[final] = torch.randint(oldest, end, (int(final.sum()),))
         times = torch.arange(1 - self.stack, window + 1)
         index = (start.unsqueeze(-1) + times * self.num_envs) % self.capacity  # [B, T + stack]
 
@@ -351,12 +318,10 @@ class FrameReplay:
         if self.stack > 1:
             game = (final.cumsum(1) - final).unfold(1, self.stack, 1)  # its number in the window
             same = (game == game[..., -1:])[:, :, None, None]
-            state = (
-                state.unfold(1, self.stack, 1) * same
-            ).contiguous()  # a pixel's frames together
+            state = (state.unfold(1, self.stack, 1) * same).contiguous()  # a pixel's together
             state = state.movedim(-1, 2)  # [B, T+1, stack, ...]
-        index = index[:, self.stack - 1 :]
-        return GameRows(state, *(ring[index] for ring in self.rows[1:]))
+        others = (ring[index[:, self.stack - 1 :]] for ring in self.rows[1:])
+        return Rows(*(x.to(device) for x in (state, *others)))
 
     # A million frames are too much to be written with each checkpoint. Only new rows are, to files
     # of their own in the run's folder, and the checkpoint says which files belong to it.
@@ -364,15 +329,17 @@ class FrameReplay:
         return [self.folder / f"replay-{end}.pt" for end in self.ends[1:]]
 
     def state_dict(self):
-        for path in set(self.folder.glob("replay-*")) - set(self.files()):
-            path.unlink()  # the last checkpoint does without it
         oldest = self.written - self.capacity
-        for numbers in torch.arange(max(self.ends[-1], oldest), self.written).split(8192):
-            self.ends.append(int(numbers[-1]) + 1)
-            index, buffer = numbers % self.capacity, io.BytesIO()
-            rows = [ring[index] for ring in self.rows]
-            torch.save({"origin": ORIGIN, "index": index, "rows": rows}, buffer)
-            write_whole(self.files()[-1], buffer.getvalue())
+        if self.written > self.ends[-1]:
+            for path in set(self.folder.glob("replay-*")) - set(self.files()):
+                path.unlink()  # the last checkpoint does without it
+            first = max(0, oldest, self.ends[-1] - self.num_envs)  # also what a resume made final
+            for numbers in torch.arange(first, self.written).split(8192):
+                self.ends.append(int(numbers[-1]) + 1)
+                index, buffer = numbers % self.capacity, io.BytesIO()
+                rows = [ring[index] for ring in self.rows]
+                torch.save({"origin": ORIGIN, "index": index, "rows": rows}, buffer)
+                write_whole(self.files()[-1], buffer.getvalue())
         self.ends = [0, *(end for end in self.ends if end > max(0, oldest))]
         return {"ends": self.ends}
 
@@ -383,7 +350,8 @@ class FrameReplay:
             for ring, values in zip(self.rows, part["rows"]):
                 ring[part["index"]] = values
         # the games of then are not played on: they end with their newest rows
-        self.rows.final[part["index"][-self.num_envs :]] = 1.0
+        newest = (self.written - self.num_envs) % self.capacity
+        self.rows.final[newest : newest + self.num_envs] = 1.0
 
 
 # ---- One gradient step, in the order of the paper's Algorithm 2, with sums for its samples.
@@ -423,56 +391,48 @@ def discrete_losses(agent, batch, args):
     likelihood = masked_mean((weights * log_pi).sum(-1), alive)  # E_q log pi(a|s, theta)
     kl = masked_mean(categorical_kl(log_pi_i.exp(), log_pi), alive)
     eta_pi = agent.log_eta_pi.exp()
-    multiplier_loss, constraint = lagrangian(eta_pi, args.epsilon_pi, kl)
-    policy_loss = -(likelihood + constraint)
+    multiplier_term, policy_term = lagrangian(eta_pi, args.epsilon_pi, kl)
+    multiplier_loss = dual_loss + multiplier_term
+    policy_loss = -(likelihood + policy_term)
 
-    metrics = {
-        "eta": eta,
-        "eta_pi": eta_pi,
-        "kl_q_relative": masked_mean(categorical_kl(weights, log_pi_i), alive) / args.epsilon,
-        "kl_pi_relative": kl / args.epsilon_pi,
-        "trace": masked_mean(trace[:, 1:], valid[:, 1:]),
-        "entropy": -masked_mean((log_pi.exp() * log_pi).sum(-1), alive),
-        "q_std_over_actions": masked_mean(scores.std(-1, correction=0), alive),
-        "q_mean": masked_mean(q, valid),
-        "q_max": q.masked_fill(valid == 0, -math.inf).max(),
-    }
-    multiplier_loss = dual_loss + multiplier_loss
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
-    return losses, {f"mpo/{name}": x.detach() for name, x in metrics.items()}
+    kl_q = masked_mean(categorical_kl(weights, log_pi_i), alive)
+    metrics = {f"losses/{name}": loss for name, loss in losses.items()}
+    metrics |= {"mpo/eta": eta, "mpo/eta_pi": eta_pi}
+    metrics["mpo/kl_q_relative"] = kl_q / args.epsilon  # of each KL to its bound
+    metrics["mpo/kl_pi_relative"] = kl / args.epsilon_pi
+    metrics["mpo/trace"] = masked_mean(trace[:, 1:], valid[:, 1:])
+    metrics["mpo/entropy"] = -masked_mean((log_pi.exp() * log_pi).sum(-1), alive)
+    metrics["mpo/q_std_over_actions"] = masked_mean(scores.std(-1, correction=0), alive)
+    metrics["mpo/q_mean"] = masked_mean(q, valid)
+    return losses, {name: x.detach() for name, x in metrics.items()}
 
 
-def gradient_step(agent, optimiser, losses, args):
-    """One step of Adam on theta, phi and the multipliers; returns the losses as numbers."""
+def gradient_step(agent, optimiser, losses):
+    """One step of Adam on theta, phi and the multipliers."""
     optimiser.zero_grad()
     sum(losses.values()).backward()
-    for name in ("critic", "policy"):
-        parameters = getattr(agent, name).parameters()
-        losses[f"{name}_gradient"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-    values = {f"losses/{name}": x.item() for name, x in losses.items()}
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise FloatingPointError(f"{name} became {value}")
+    for network in (agent.policy, agent.critic):
+        length = nn.utils.clip_grad_norm_(network.parameters(), max_norm=40.0)
+        if not math.isfinite(length):
+            raise FloatingPointError("a gradient became infinite, or not a number")
     optimiser.step()
     for log_eta in agent.parameters(recurse=False):
         log_eta.data.clamp_(math.log(1e-6), math.log(2e4))  # from where it can still come back
-    return values
 
 
 # ---- Games, and the training loop.
 @torch.no_grad()
 def choose(policy, state, args, explore=True):
     """Actions drawn from the policy, or the most probable ones, and log pi. -> [N], [N]."""
-    state = as_floats(torch.as_tensor(state, device=args.device)).float()
-    log_prob = policy(state).cpu()
+    log_prob = policy(torch.as_tensor(state, device=args.device)).cpu()
     action = torch.multinomial(log_prob.exp(), 1).squeeze(-1) if explore else log_prob.argmax(-1)
     return action.numpy(), of_action(log_prob, action).numpy()
 
 
-def play(env, replay, policy, seed, args):
-    """Play for ever, to the replay. Yields, after a step in each game, how many steps it were (a
-    game that was over was only reset) and the scores of the games that it ended."""
-    state, _ = env.reset(seed=seed)
+def play(env, replay, policy, args):
+    """Play for ever. Yields how many steps were taken, and the scores of the games they ended."""
+    state, _ = env.reset(seed=int(torch.randint(2**30, ())))  # other games' seeds count up from it
     score, over = np.zeros(len(state)), np.zeros(len(state), bool)
     while True:
         action, log_prob = choose(policy, state, args)
@@ -488,26 +448,26 @@ def play(env, replay, policy, seed, args):
 
 def main(args):
     """Train as args say, or evaluate; returns the policy."""
+    check_games(args)
+    eval_env = make_env(args, args.eval_episodes)
+    torch.set_num_threads(min(args.threads, os.cpu_count()))
     torch.manual_seed(args.seed)
-    space, actions = check_games(args)
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
-        warnings.simplefilter("ignore")
-        os.environ["PYTHONWARNINGS"] = "ignore"
+    if args.compile:
+        warnings.simplefilter("ignore")  # PyTorch's compiler warns about itself
+    space, actions = eval_env.single_observation_space, int(eval_env.single_action_space.n)
     policy, critic = Policy(space.shape, actions, args), Critic(space.shape, actions, args)
-    eval_env = make_env(args, args.eval_episodes, render=args.capture_video)
     if args.evaluate:
-        return play_saved(eval_env, policy, args)
+        policy.load_state_dict(read_saved(Path(args.evaluate))["policy"])
+        returns = play_games(eval_env, policy.to(args.device), args, Path(args.evaluate).parent)
+        print(f"{args.env_id}: mean {np.mean(returns):.1f} of {[round(x, 1) for x in returns]}")
+        return policy
     agent = Agent(policy, critic, eta=1.0, eta_pi=10.0).to(args.device)
+    betas = (0.9, 0.9)  # equal: after a burst the multipliers come back as fast as they went
     groups = [
         {"params": policy.parameters(), "lr": args.policy_learning_rate},
         {"params": critic.parameters(), "lr": args.learning_rate},
-        {"params": agent.parameters(recurse=False), "lr": args.multiplier_rate},
+        {"params": agent.parameters(recurse=False), "lr": args.multiplier_rate, "betas": betas},
     ]
-    # Equal betas: no step of a multiplier is longer than its rate. With Adam's own, a burst of KL
-    # threw eta_pi to hundreds of times its value, from where it came back slowly.
-    groups[2]["betas"] = (0.9, 0.9)
     optimiser = torch.optim.Adam(groups, fused=True)
     replay = FrameReplay(args.buffer_size, args.num_envs, space, args.resume)
     losses_of = torch.compile(discrete_losses) if args.compile else discrete_losses
@@ -515,86 +475,71 @@ def main(args):
     done, replay.folder = run.done, run.folder  # how many steps, games and updates so far
     scores = done.setdefault("scores", [])  # of the last 20 games
     metrics = done.setdefault("metrics", {})  # of the last gradient step
-    run.table[:] = run.table if metrics else []  # before the first one a row has fewer columns
 
     with run:
-        # A resumed run begins new games, for those it was stopped in are not saved. So it goes on,
-        # but not bit for bit as a run that was not stopped.
-        seed = episode_seed(args.seed, 0, done["steps"]) >> 2  # the games' seeds count up from it
-        games = play(make_env(args, args.num_envs), replay, policy, seed, args)
+        # those it was stopped in are not saved: a resumed run begins new games
+        games = play(make_env(args, args.num_envs), replay, policy, args)
         while done["steps"] < args.total_timesteps and not run.stopping:
-            # update the replay with a step of each game
+            # update the replay with a step of each game (more before the first gradient step)
             before = done["steps"]
-            steps, ended = next(games)
-            done["steps"] += steps
-            done["episodes"] += len(ended)
-            scores[:] = [*scores, *ended][-20:]
+            while done["steps"] == before or done["steps"] < args.learning_starts:
+                steps, ended = next(games)
+                done["steps"] += steps
+                done["episodes"] += len(ended)
+                scores[:] = [*scores, *ended][-20:]
+                run.show_progress(scores or [math.nan])
 
             # find a better policy by gradient descent
             earned = int(args.updates_per_step * (done["steps"] - args.learning_starts))
-            for _ in range(earned - done["updates"]):
-                batch = replay.sample(args.batch_size, args.window)
-                batch = GameRows(*(x.to(args.device) for x in batch))
+            for _ in range(max(1, earned) - done["updates"]):
+                batch = replay.sample(args.batch_size, args.window, args.device)
                 losses, found = losses_of(agent, batch, args)
-                metrics |= found | gradient_step(agent, optimiser, losses, args)
+                gradient_step(agent, optimiser, losses)
+                metrics |= found
                 done["updates"] += 1
-                if done["updates"] % args.target_period == 0:
-                    agent.copy_targets()
-            recent = scores or [math.nan]
-            run.show_progress(recent)
+                if done["updates"] % args.target_period == 0:  # theta_i = theta, phi' = phi
+                    agent.target_policy.load_state_dict(policy.state_dict())
+                    agent.target_critic.load_state_dict(critic.state_dict())
 
             # log, evaluate, save
             finished = done["steps"] >= args.total_timesteps
             due = finished or done["steps"] // args.eval_every > before // args.eval_every
-            row = due or done["steps"] // args.log_every > before // args.log_every
-            if finished or (row and metrics):
-                run.log(recent, play_games(eval_env, policy, args) if due else [], metrics)
+            if due or done["steps"] // args.log_every > before // args.log_every:
+                evaluated = play_games(eval_env, policy, args, run.folder) if due else []
+                run.log(scores or [math.nan], evaluated, metrics)
             if due or run.stopping:
                 run.save()
-        if args.capture_video and not run.stopping:
-            play_games(eval_env, policy, args, run.folder / "evaluation.mp4")
     return policy
 
 
 # ==== Plumbing: evaluation and video, the run's folder, checks of the user's input. MPO ends here.
-def play_games(env, policy, args, video=None):
-    """Scores of one whole game in each environment; with a file, the first of them is filmed."""
-    state, _ = env.reset(seed=episode_seed(args.seed, 1) >> 2)  # the games' seeds count up from it
-    score, playing, frames = np.zeros(env.num_envs), np.ones(env.num_envs, bool), []
+def play_games(env, policy, args, folder):
+    """Scores of a whole game in each environment, the first of them filmed if asked for."""
+    seed = np.random.SeedSequence((args.seed, 1)).generate_state(1)[0] >> 2
+    state, _ = env.reset(seed=int(seed))  # the other games' seeds count up from it
+    score, playing, film = np.zeros(env.num_envs), np.ones(env.num_envs, bool), None
+    if args.capture_video:
+        fps = env.metadata.get("render_fps", 15)  # of Atari's 60 frames the agent sees every fourth
+        film = imageio.get_writer(folder / "evaluation.mp4", fps=fps, macro_block_size=2)
     while playing.any():
-        if video and playing[0]:
-            frames.append(picture(env, state[0]))
-        action, _ = choose(policy, state, args, explore=args.eval_sampled)
+        if film and playing[0]:
+            film.append_data(picture(env, state[0]))
+        action, _ = choose(policy, state, args, explore=False)
         state, reward, terminated, truncated, _ = env.step(action)
         score += reward * playing
         playing &= ~(terminated | truncated)
-    if video:
-        fps = env.metadata.get("render_fps", 15)  # of Atari's 60 frames the agent sees every fourth
-        imageio.mimwrite(video, frames, fps=fps, macro_block_size=2)
+    if film:
+        film.close()
     return score.tolist()
 
 
 def picture(env, state):
-    """The first game as it is rendered; or the image that the policy sees of it, enlarged."""
-    if state.ndim == 1:
-        return env.envs[0].render()
-    if state.shape[1:] == FRAME:
-        image = state[-1]  # the newest frame
-    else:  # a colour for each channel
-        colours = np.random.default_rng(0).integers(64, 256, (state.shape[-1], 3))
-        image = ((state > 0)[..., None] * colours).max(2).astype(np.uint8)
+    """The first game as it is rendered, or the newest frame that the policy sees; enlarged."""
+    image = state[-1] if state.shape[1:] == FRAME else env.envs[0].render()
+    if image.dtype != np.uint8:  # from 0 to 1, as MinAtar's
+        image = (255 * image).astype(np.uint8)
     times = -(-320 // len(image))
     return image.repeat(times, 0).repeat(times, 1)
-
-
-def play_saved(env, policy, args):
-    """Evaluate, and film if asked, the policy in the file that --evaluate names."""
-    policy.load_state_dict(read_saved(Path(args.evaluate))["policy"])
-    video = Path(args.evaluate).with_name("evaluation.mp4") if args.capture_video else None
-    returns = play_games(env, policy.to(args.device), args, video)
-    spread = f"from {min(returns):.1f} to {max(returns):.1f}"
-    print(f"{args.env_id}: mean {np.mean(returns):.1f} of {len(returns)} games, {spread}")
-    return policy
 
 
 class Run:
@@ -602,11 +547,11 @@ class Run:
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.table, self.stopping = args, parts, [], 0
-        self.done = {"steps": 0, "episodes": 0, "updates": 0, "seconds": 0.0, "saved": 0}
-        task = args.env_id.replace("/", "-").replace(":", "-")
-        name = f"{task}__{Path(ORIGIN[0]).stem}__{args.seed}__{int(time.time())}"
+        self.done = {"steps": 0, "episodes": 0, "updates": 0, "seconds": 0.0}
+        name = f"{args.env_id}__{Path(ORIGIN[0]).stem}__{args.seed}__{int(time.time())}"
+        name = name.replace("/", "-").replace(":", "-")
         self.folder = Path(args.resume or args.run_dir or Path("runs", name))
-        if (self.folder / "args.json").exists() and not args.resume:
+        if (self.folder / "checkpoint.pt").exists() and not args.resume:
             refuse(f"{self.folder} holds a run already; --resume {self.folder} continues it.")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -616,26 +561,27 @@ class Run:
 
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if args.resume:
-                self.load()
+                saved = read_saved(self.folder / "checkpoint.pt")
+                for name, part in parts.items():
+                    part.load_state_dict(saved[name])
+                self.done, self.table = saved["done"], saved["table"]
+                torch.set_rng_state(saved["random"])
+            self.save()
+            write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2).encode())
             self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
-            write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2))
         except BlockingIOError:
             refuse(f"another process is training in {self.folder}.")
         except OSError as error:
             refuse(f"{self.folder} cannot be written: {error}.")
         self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
-        self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
+        self.started = time.time() - self.done["seconds"]
         tqdm.write(f"{args.env_id}: writing to {self.folder}")
 
     def show_progress(self, returns):
-        """A bar on a terminal; elsewhere a line twice a minute."""
-        steps, seconds = self.done["steps"], time.time() - self.started
+        """A bar, on a terminal."""
         words = f"return {np.mean(returns):.1f}, update {self.done['updates']:,}"
         self.bar.set_postfix_str(words, refresh=False)
-        self.bar.update(steps - self.bar.n)
-        if self.bar.disable and seconds > self.shown + 30:
-            self.shown = seconds
-            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
+        self.bar.update(self.done["steps"] - self.bar.n)
 
     def log(self, returns, evaluated, metrics):
         """A row for this iteration: its episodes' mean return, its last gradient step."""
@@ -650,31 +596,26 @@ class Run:
                 self.writer.add_scalar(name, value, steps)
         self.writer.flush()
         row["eval/returns"] = " ".join(f"{x:.6g}" for x in evaluated)
-        if evaluated:
-            tqdm.write(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
         self.table = self.table or [",".join(row)]
         self.table.append(",".join(map(str, row.values())))
-        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]).encode())
+        if evaluated:
+            words = f"return {np.mean(returns):.1f}, evaluated {np.mean(evaluated):.1f}"
+            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
 
     def save(self):
-        done, policy = self.done | {"saved": self.done["steps"]}, self.parts["agent"].policy
-        saved = {name: part.state_dict() for name, part in self.parts.items()}
-        saved |= {"done": done, "table": self.table, "random": torch.get_rng_state()}
-        write_saved(self.folder / "checkpoint.pt", self.args, policy, saved)
-        write_saved(self.folder / "model.pt", self.args, policy, {})
-        self.done["saved"] = done["saved"]
-
-    def load(self):
-        saved = read_saved(self.folder / "checkpoint.pt")
-        for name, part in self.parts.items():
-            part.load_state_dict(saved[name])
-        self.done, self.table = saved["done"], saved["table"]
-        torch.set_rng_state(saved["random"])
-        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+        """checkpoint.pt, to go on from; and model.pt, to evaluate: the policy and its settings."""
+        policy = self.parts["agent"].policy.state_dict()
+        model = {"origin": ORIGIN, "args": asdict(self.args), "policy": policy}
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"done": self.done, "table": self.table, "random": torch.get_rng_state()}
+        for name, content in (("checkpoint.pt", model | state), ("model.pt", model)):
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            write_whole(self.folder / name, buffer.getvalue())
 
     def __enter__(self):
-        asked = (signal.SIGINT, signal.SIGTERM)
-        self.handlers = {number: signal.signal(number, self.stop) for number in asked}
+        self.handlers = {n: signal.signal(n, self.stop) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(self, number, frame):
         """Asked once, stop after this iteration; asked again, at once."""
@@ -686,13 +627,13 @@ class Run:
         self.bar.close()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        kept = f"the last checkpoint in {self.folder} is of step {self.done['saved']:,}"
+        steps, again = self.done["steps"], f"--resume {self.folder} goes on from its checkpoint"
         if isinstance(error, Exception):
             if kind not in (OSError, FloatingPointError):
                 sys.excepthook(kind, error, trace)
-            refuse(f"{error}; stopped at step {self.done['steps']:,}; {kept}.", code=1)
-        if error is None and self.done["steps"] < self.args.total_timesteps:
-            print(f"stopped; {kept}; to go on: python {sys.argv[0]} --resume {self.folder}")
+            refuse(f"{error}; stopped at step {steps:,}; {again}.", code=1)
+        if steps < self.args.total_timesteps:
+            print(f"stopped at step {steps:,}; {again}")
             raise SystemExit(128 + self.stopping)
         print(f"done; everything is in {self.folder}")
 
@@ -702,7 +643,7 @@ def write_whole(path, content):
     aside = path.with_suffix(".tmp")
     try:
         with open(aside, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -710,25 +651,14 @@ def write_whole(path, content):
         aside.unlink(missing_ok=True)
 
 
-def write_saved(path, args, policy, content):
-    """Write what torch saves, with its origin, the settings and the policy."""
-    buffer, head = io.BytesIO(), {"origin": ORIGIN, "args": asdict(args)}
-    torch.save(head | {"policy": policy.state_dict()} | content, buffer)
-    write_whole(path, buffer.getvalue())
-
-
 def read_saved(path):
-    """What write_saved wrote, checked against the checksums in the file."""
-    if not path.is_file():
-        refuse(f"there is no {path}; a run stopped before its first checkpoint starts anew.")
+    """What Run.save wrote, checked against the checksums in the file."""
     try:
-        damaged = zipfile.ZipFile(path).testzip()
+        assert not zipfile.ZipFile(path).testzip(), "a wrong checksum"
         saved = torch.load(path, map_location="cpu", weights_only=True)
         origin = saved["origin"]
     except Exception:
-        damaged = True
-    if damaged:
-        refuse(f"{path} is damaged, or not from this project.")
+        refuse(f"{path} is missing, damaged, or not from this project.")
     if origin != ORIGIN:
         refuse(f"{path} is of {origin[0]}, format {origin[1]}; here is {ORIGIN[0]}, {ORIGIN[1]}.")
     return saved
@@ -764,31 +694,24 @@ def parse_game_args(words=None):
 
 
 def check_games(args):
-    """Refuse what cannot work. Returns what a game observes, and how many actions it has."""
-    least = args.num_envs * (args.window + STACK + 3)  # for a replay from which one can draw
-    lowest = {"learning_starts": least, "buffer_size": least}
-    highest = {"gamma": 0.999999, "sticky_actions": 1, "threads": os.cpu_count()}
-    highest |= {"num_envs": 1000, "eval_episodes": 1000}  # for they are played side by side
+    """Refuse settings that cannot work: a number is positive where its default is."""
     for name, default in vars(Args()).items():
         value, zero = getattr(args, name), not default or name == "seed"
-        low, high = lowest.get(name, 0), highest.get(name, 1e18)
-        numbers = np.atleast_1d(value) if type(default) in (int, float, tuple) else []
-        if not all(low <= x <= high and (x > 0 or zero) for x in numbers):
-            limits = f"{low if zero or low else 'above 0'} to {high:g}"
-            refuse(f"--{name.replace('_', '-')} must be {limits}, not {value}.")
+        numbers = np.atleast_1d(value) if type(default) in (int, float, tuple) else [1]
+        if not len(numbers) or not all(0 <= x < 1e9 and (x > 0 or zero) for x in numbers):
+            least = "0 or more" if zero else "positive"
+            refuse(f"--{name.replace('_', '-')} must be {least} and below 1e9, not {value}.")
+    if args.gamma >= 1:
+        refuse(f"--gamma must be below 1, not {args.gamma}.")
+    least = args.num_envs * (args.window + STACK + 3)  # from fewer rows one cannot draw
+    if min(args.learning_starts, args.buffer_size) < least:
+        refuse(f"--learning-starts and --buffer-size must be {least} or more with so many games.")
     if args.learning_starts >= args.total_timesteps:
         refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
-    game = make_env(args, 1, render=args.capture_video)
-    space, widest = game.single_observation_space, max(args.layers)
     try:
         torch.zeros(1, device=args.device).item()
-        row = 28 + math.prod(space.shape[-2:]) * space.dtype.itemsize
-        states = args.batch_size * (args.window + 1) * (math.prod(space.shape) + widest)
-        training = 0 if args.evaluate else args.buffer_size * row + 32 * states
-        torch.empty(training + 40 * widest**2, dtype=torch.uint8)
     except Exception as error:
-        refuse(f"device, replay, batch or layers cannot be had here: {str(error).splitlines()[0]}")
-    return space, int(game.single_action_space.n)
+        refuse(f"--device {args.device} cannot be had here: {str(error).splitlines()[0]}")
 
 
 if __name__ == "__main__":

@@ -557,7 +557,7 @@ class Run:
         self.table.append(",".join(map(str, row.values())))
         write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]).encode())
         if evaluated:
-            words = f"return {np.mean(returns):.1f}, mean action {np.mean(evaluated):.1f}"
+            words = f"return {np.mean(returns):.1f}, evaluated {np.mean(evaluated):.1f}"
             tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
 
     def save(self):

@@ -7,8 +7,9 @@
     python mpo_distributed.py --evaluate RUN_DIR --capture-video
 
 With --max-restarts 3, torchrun starts the group again when a worker dies, from its last checkpoint.
-Started by python, it is a group of one. Returns to expect of walker-walk: mpo_continuous.py's after
-as many gradient steps, of which G workers take one, on G batches, for every G environment steps.
+Started by python, it is a group of one. G workers take one gradient step, on G batches, for every G
+environment steps. Returns to expect of walker-walk (mean action, three seeds of one worker, which
+differ much): about 140 of 1000 after 20,000 gradient steps, 580 after 50,000, 810 after 100,000.
 
     theta, phi          the policy pi being fitted, and the critic Q
     theta_i, phi'       their targets: the policy pi_i that pi started from, and Q'
@@ -32,7 +33,6 @@ if __name__ == "__main__":  # the imports take seconds: Ctrl-C ends them without
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import copy
-import importlib
 import io
 import json
 import math
@@ -41,11 +41,11 @@ import pickle
 import sys
 import threading
 import time
-import warnings
 import zipfile
+from collections import namedtuple
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -60,6 +60,7 @@ from tqdm import tqdm
 
 ORIGIN = ("mpo_distributed.py", 1)  # what saved files say of the script, and of their format
 PAPER = {"epsilon_mu": 0.1, "policy_learning_rate": 5e-4, "target_period": 1000}  # see --paper
+RANK, WORKERS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
 
 
 # ---- Settings. Each comment is the flag's line in --help; "paper:" marks a printed value.
@@ -70,6 +71,7 @@ class Args:
     env_id: str = "dm_control/walker-walk-v0"  # a task of dm_control or Gymnasium, or MODULE:TASK
     seed: int = 1  # of networks, exploration, replay sampling and every episode
     paper: bool = False  # take the values that the paper prints where our defaults are others
+    workers: int = WORKERS  # G, as torchrun's --nproc-per-node says; a run keeps its number
     time_limit: int = 0  # cut episodes after this many steps; 0: the task's own limit, or 1000
 
     gamma: float = 0.99  # discount (paper: 0.99)
@@ -83,14 +85,11 @@ class Args:
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
     covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
-    initial_std: float = 0.5  # standard deviation of the untrained policy; actions are in [-1, 1]
-    min_std: float = 0.01  # least diagonal entry of the Cholesky factor
-    max_std: float = 0.0  # what no standard deviation reaches, such as 1; 0: no such bound
+    max_std: float = 1e6  # what no standard deviation reaches, such as 1; 1e6 bounds nothing
+    noise_exponent: float = 0.0  # exploration noise has power 1/f^this in an episode; 0: white
 
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
-    multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
-    max_grad_norm: float = 40.0  # longer gradients, of each network, are scaled down to this norm
     trajectories: int = 1  # L, the episodes of each worker before each round of gradient steps
     updates_per_step: float = 1.0  # gradient steps per step of one worker (paper: 1 per step)
     target_period: int = 100  # gradient steps between copies of the targets (paper: 1000)
@@ -103,52 +102,42 @@ class Args:
     evaluate: str = ""  # train nothing; evaluate the policy saved in this folder or file
     eval_every: int = 10_000  # environment steps between two evaluations, each with a checkpoint
     eval_episodes: int = 10  # episodes in an evaluation
-    capture_video: bool = False  # film an episode of the final policy: RUN_DIR/evaluation.mp4
+    capture_video: bool = False  # film an episode of each evaluation: RUN_DIR/evaluation.mp4
     threads: int = 1  # CPU threads of each worker
     device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
-    compile: bool = False  # compile the gradient step: a minute at the start, then faster
 
 
 # ---- Environment. Whatever the task's spaces are, the learner sees a vector and acts in [-1, 1]^A.
-def make_env(args, render=False):
+def make_env(args):
     """The task with observations [S], and actions [A] scaled from [-1, 1] to its own bounds."""
     if sys.platform == "linux":  # read once, when MuJoCo is imported; egl needs no display
-        os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
-    module, _, name = args.env_id.rpartition(":")
+        os.environ.setdefault("MUJOCO_GL", "egl" if args.capture_video else "disabled")
+    sys.path.append(os.getcwd())  # where MODULE of MODULE:TASK may be
+    options = {"render_mode": "rgb_array"} if args.capture_video else {}
     try:
-        sys.path.append(os.getcwd())
-        importlib.import_module(module or "shimmy")  # registers its tasks; Shimmy's: dm_control
-        options = {"render_mode": "rgb_array"} if render else {}
+        name = args.env_id if ":" in args.env_id else f"shimmy:{args.env_id}"  # has dm_control
         env = gym.make(name, disable_env_checker=True, **options)
+        if args.time_limit or env.spec.max_episode_steps is None:
+            env = gym.wrappers.TimeLimit(env, args.time_limit or 1000)
         env.reset(seed=0)
-        if render:
+        if args.capture_video:
             env.render()
     except Exception as error:
         reason = (str(error) or repr(error)).splitlines()[0]
-        refuse(f"{args.env_id} cannot be {'filmed' if render else 'made'} here: {reason}")
-    limit = env.spec.max_episode_steps
+        refuse(f"{args.env_id} cannot be {'filmed' if options else 'made'} here: {reason}")
     if type(env.unwrapped).__module__.startswith("shimmy."):
         suite = env.unwrapped._env  # dm_control's own
-        limit = getattr(suite, "_step_limit", math.inf)
         env.unwrapped.metadata["render_fps"] = round(1 / suite.control_timestep())
         camera = 0 if suite.physics.model.ncam else -1  # the first one follows the body
         env.unwrapped.render_kwargs = {"width": 480, "height": 360, "camera_id": camera}
-    if args.time_limit > 0 or limit in (None, math.inf):
-        env = gym.wrappers.TimeLimit(env, args.time_limit if args.time_limit > 0 else 1000)
 
-    env, box = gym.wrappers.FlattenObservation(env), env.action_space
-    if env.observation_space.dtype == np.uint8:
-        refuse(f"{args.env_id} observes images; this script needs vectors.")
+    seen, box = env.observation_space, env.action_space
     real = isinstance(box, gym.spaces.Box) and box.dtype.kind == "f" and len(box.shape) == 1
-    if not real or max(abs(box.low).max(), abs(box.high).max()) > 1e6:
-        refuse(f"{args.env_id} has actions {box}; this script needs a vector of bounded numbers.")
+    if not real or np.abs([box.low, box.high]).max() > 1e6 or seen.dtype == np.uint8:
+        refuse(f"{args.env_id} needs vectors and bounded actions, but has {seen} and {box}.")
     one = box.dtype.type(1)
-    return gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, -one, one))
-
-
-def episode_seed(*numbers):
-    """One seed per episode, by its number: what makes a resumed run repeat an uninterrupted one."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    env = gym.wrappers.RescaleAction(gym.wrappers.FlattenObservation(env), -one, one)
+    return gym.wrappers.ClipAction(env)
 
 
 # ---- Networks. The paper gives their sizes; a layer norm after the first layer is usual for MPO.
@@ -160,7 +149,7 @@ def hidden_layers(input_size, sizes):
 
 
 class Policy(nn.Module):
-    """pi(a|s, theta) = N(mu(s), L(s) L(s)^T), L lower triangular with a positive diagonal."""
+    """pi(a|s, theta) = N(mu(s), L(s) L(s)^T), L lower triangular with a diagonal above 0.01."""
 
     def __init__(self, state_size, action_size, args):
         super().__init__()
@@ -168,27 +157,23 @@ class Policy(nn.Module):
         self.hidden = hidden_layers(state_size, args.policy_layers)
         self.mean = nn.Linear(args.policy_layers[-1], action_size)
         self.factor = nn.Linear(args.policy_layers[-1], action_size**2)
-        for head in (self.mean, self.factor):  # start at N(0, initial_std^2 I), nearly
+        for head in (self.mean, self.factor):  # start at N(0, 0.5^2 I), nearly
             head.weight.data.mul_(0.01)
             head.bias.data.zero_()
-        start = args.initial_std
-        if args.max_std:
-            start /= math.sqrt(1 - (start / args.max_std) ** 2)  # which forward() shortens again
-        self.offset = math.log(math.expm1(start - args.min_std))  # softplus gives start - min_std
+        start = 0.5 / math.sqrt(1 - (0.5 / args.max_std) ** 2)  # forward() makes it 0.5 again
+        self.offset = math.log(math.expm1(start - 0.01))  # softplus gives start - 0.01
 
     def forward(self, state):
         """state [..., S] -> mean [..., A], Cholesky factor [..., A, A]."""
         h = self.hidden(state)
         mean = torch.tanh(self.mean(h))
         raw = self.factor(h).unflatten(-1, (mean.shape[-1], mean.shape[-1]))
-        diagonal = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.offset) + self.args.min_std
+        diagonal = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.offset) + 0.01
         cholesky = torch.diag_embed(diagonal)  # A_ii <- log(1 + exp(A_ii))
         if self.args.covariance == "full":
             cholesky = cholesky + raw.tril(-1)
-        if self.args.max_std:  # shorten the rows, whose lengths are the standard deviations
-            variance = cholesky.square().sum(-1, keepdim=True)
-            cholesky = cholesky * (1 + variance / self.args.max_std**2).rsqrt()
-        return mean, cholesky
+        variance = cholesky.square().sum(-1, keepdim=True)  # of each action; rows are shortened
+        return mean, cholesky * (1 + variance / self.args.max_std**2).rsqrt()
 
 
 class Critic(nn.Module):
@@ -217,11 +202,6 @@ class Agent(nn.Module):
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
         for name, start in multipliers.items():
             self.register_parameter(f"log_{name}", nn.Parameter(torch.tensor(math.log(start))))
-
-    def copy_targets(self):
-        """theta_i = theta, phi' = phi."""
-        self.target_policy.load_state_dict(self.policy.state_dict())
-        self.target_critic.load_state_dict(self.critic.state_dict())
 
 
 def gaussian_log_prob(mean, cholesky, action):
@@ -272,11 +252,6 @@ def improved_policy(eta, scores, log_prior):
     return torch.softmax(log_prior + (scores - scores.amax(-1, keepdim=True)) / eta, dim=-1)
 
 
-def categorical_kl(p, log_q):
-    """KL(p || q) = sum_a p (log p - log q). p [..., M] -> [...]."""
-    return (p * (p.clamp(min=1e-30).log() - log_q)).sum(-1)
-
-
 # ---- M-step: maximise E_q log pi(a|s, theta) while the change of mean and covariance stays within
 # epsilon_mu and epsilon_sigma. C_mu + C_Sigma is KL(pi_i || pi).
 def kl_mean(mean_i, mean, cholesky):
@@ -297,16 +272,11 @@ def lagrangian(eta, epsilon, kl):
     return eta * (epsilon - kl.detach()), eta.detach() * (epsilon - kl)
 
 
-# ---- Replay: a ring of rows in the order they were lived. An episode of n steps is n + 1 rows: the
-# last is `final`, it has only the observation that a time limit bootstraps from. Whole episodes are
-# added, so a window that starts at a step meets a final row before it meets the ring's seam.
-class Rows(NamedTuple):
-    state: torch.Tensor  # [..., S]
-    action: torch.Tensor  # [..., A]
-    behaviour_log_prob: torch.Tensor  # [...], log b(a|s) at the time of acting
-    reward: torch.Tensor  # [...]
-    terminated: torch.Tensor  # [...], 1 where the step ended its episode; a time limit does not
-    final: torch.Tensor  # [...], 1 where the episode was over and no step was taken
+# ---- Replay: a ring of rows in the order they were lived. A row is a state [S], an action [A],
+# log b(a|s), a reward, whether the step terminated, and whether the row is final: an episode of n
+# steps is n + 1 rows, the last with only the observation that a time limit bootstraps from. Whole
+# episodes are added, so a window that starts at a step meets a final row before the ring's seam.
+Rows = namedtuple("Rows", "state action behaviour_log_prob reward terminated final")
 
 
 class Replay:
@@ -323,13 +293,13 @@ class Replay:
         self.head = int(index[-1] + 1) % self.capacity
         self.size = min(self.size + len(index), self.capacity)
 
-    def sample(self, batch_size, window):
+    def sample(self, batch_size, window, device):
         """Windows that start at steps drawn uniformly."""
         start = torch.randint(self.size, (batch_size,))
         while (final := self.rows.final[start] > 0).any():  # no step begins there: draw again
             start[final] = torch.randint(self.size, (int(final.sum()),))
         index = (start.unsqueeze(-1) + torch.arange(window + 1)) % self.capacity
-        return Rows(*(ring[index] for ring in self.rows))
+        return Rows(*(ring[index].to(device) for ring in self.rows))
 
     def state_dict(self):
         return {"rows": [ring[: self.size].clone() for ring in self.rows], "head": self.head}
@@ -356,9 +326,8 @@ def compute_losses(agent, batch, noise, args):
 
         q_i = agent.target_critic(batch.state[:, :-1], action)
         v_next = scores[:, 1:].mean(-1)  # E_pi Q'(s_{t+1},.)
-        taken = action.unsqueeze(-2)  # one action per state
-        log_pi_i = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], taken).squeeze(-1)
-        trace = trace_coefficient(log_pi_i, behaviour_log_prob) * valid
+        log_pi_i = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], action.unsqueeze(-2))
+        trace = trace_coefficient(log_pi_i.squeeze(-1), behaviour_log_prob) * valid
         trace_next = F.pad(trace[:, 1:], (0, 1))  # c_{t+1}; behind the window there is none
         discount = args.gamma * (1 - terminated)  # a termination bootstraps nothing, a limit does
         target = retrace(q_i, v_next, reward, discount, trace_next)
@@ -387,71 +356,62 @@ def compute_losses(agent, batch, noise, args):
     multiplier_loss = dual_loss + sum(multiplier_terms)
     policy_loss = -(likelihood + sum(policy_terms))
 
-    std = cholesky.square().sum(-1).sqrt()
-    metrics = {
-        "eta": eta,
-        "eta_mu": eta_mu,
-        "eta_sigma": eta_sigma,
-        "kl_q_relative": masked_mean(categorical_kl(weights, log_prior), alive) / args.epsilon,
-        "kl_mu_relative": c_mu / args.epsilon_mu,
-        "kl_sigma_relative": c_sigma / args.epsilon_sigma,
-        "trace": masked_mean(trace[:, 1:], valid[:, 1:]),
-        "std_mean": masked_mean(std.mean(-1), alive),
-        "std_max": std.max(),
-        "q_mean": masked_mean(q, valid),
-        "q_max": q.masked_fill(valid == 0, -math.inf).max(),
-    }
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
-    return losses, {f"mpo/{name}": x.detach() for name, x in metrics.items()}
+    kl_q = masked_mean(torch.xlogy(weights, weights * args.num_samples).sum(-1), alive)
+    std = cholesky.square().sum(-1).sqrt()
+    metrics = {f"losses/{name}": loss for name, loss in losses.items()}
+    metrics |= {"mpo/eta": eta, "mpo/eta_mu": eta_mu, "mpo/eta_sigma": eta_sigma}
+    metrics["mpo/kl_q_relative"] = kl_q / args.epsilon  # of each KL to its bound
+    metrics["mpo/kl_mu_relative"] = c_mu / args.epsilon_mu
+    metrics["mpo/kl_sigma_relative"] = c_sigma / args.epsilon_sigma
+    metrics["mpo/trace"] = masked_mean(trace[:, 1:], valid[:, 1:])
+    metrics |= {"mpo/std_mean": masked_mean(std.mean(-1), alive), "mpo/std_max": std.max()}
+    metrics["mpo/q_mean"] = masked_mean(q, valid)
+    return losses, {name: x.detach() for name, x in metrics.items()}
 
 
-# ---- Workers: Algorithm 1. Each lives episodes of its own, keeps a replay of its own and computes
-# gradients; all step along the mean. There is no chief: an all-reduce brings the mean to everyone,
-# each takes the same step of Adam, and so the parameters stay equal to the bit without being sent.
-RANK, WORKERS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun starts lost groups again
-
-
-def gather(mine):
-    """What every worker brings, in the order of their ranks."""
-    parts = [None] * WORKERS
-    dist.all_gather_object(parts, mine)
-    return parts
-
-
-def averaged_step(agent, optimiser, losses, args):
-    """One step of Adam along the workers' mean gradient; returns this worker's losses."""
+# Algorithm 1: each worker lives its own episodes, keeps its own replay and computes gradients;
+# all step along the mean. There is no chief: an all-reduce brings the mean to everyone, each takes
+# the same step of Adam, and so the parameters stay equal to the bit without being sent.
+def averaged_step(agent, optimiser, losses):
+    """One step of Adam on theta, phi and the multipliers, along the workers' mean gradient."""
     optimiser.zero_grad()
     sum(losses.values()).backward()
     gradients = [x.grad for x in agent.parameters() if x.grad is not None]
     flat = nn.utils.parameters_to_vector(gradients)
     dist.all_reduce(flat)  # the sum of the workers' gradients, for every worker
     nn.utils.vector_to_parameters(flat / WORKERS, gradients)
-    for name in ("critic", "policy"):
-        parameters = getattr(agent, name).parameters()
-        losses[f"{name}_gradient"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-    values = {f"losses/{name}": x.item() for name, x in losses.items()}
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise FloatingPointError(f"{name} became {value}")
+    for network in (agent.policy, agent.critic):
+        length = nn.utils.clip_grad_norm_(network.parameters(), max_norm=40.0)
+        if not math.isfinite(length):
+            raise FloatingPointError("a gradient became infinite, or not a number")
     optimiser.step()
     for log_eta in agent.parameters(recurse=False):
         log_eta.data.clamp_(math.log(1e-6), math.log(2e4))  # from where it can still come back
-    return values
 
 
 # ---- Episodes, and the training loop.
+def coloured_noise(exponent, steps, action_size):
+    """z [steps, A], each N(0, 1), whose power over time falls as 1/f^exponent; 0 is white noise."""
+    frequency = torch.fft.fftfreq(steps).abs().clamp(min=1 / steps)  # a constant's: the slowest
+    amplitude = frequency ** (-exponent / 2)
+    amplitude /= amplitude.square().mean().sqrt()
+    spectrum = torch.fft.fft(torch.randn(steps, action_size), dim=0) * amplitude.unsqueeze(-1)
+    return torch.fft.ifft(spectrum, dim=0).real
+
+
 @torch.no_grad()
-def run_episode(env, policy, seed, args, explore=True, frames=None):
-    """Live one episode, with the mean action unless to explore; pictures go to the list frames."""
-    state, _ = env.reset(seed=seed)
+def run_episode(env, policy, args, number, explore=True):
+    """The rows of one episode, lived with the mean action unless to explore."""
+    seed = np.random.SeedSequence((args.seed, explore, number)).generate_state(1)[0]
+    state, _ = env.reset(seed=int(seed))
+    noise = torch.zeros(env.spec.max_episode_steps, *env.action_space.shape)
+    if explore:
+        noise = coloured_noise(args.noise_exponent, *noise.shape)
     rows, over = [], False
     while not over:
-        if frames is not None:
-            frames.append(env.render())
         mean, cholesky = policy(torch.as_tensor(state, dtype=torch.float32, device=args.device))
-        z = torch.randn(len(mean)) if explore else torch.zeros(len(mean))
-        action = mean + cholesky @ z.to(args.device)
+        action = mean + cholesky @ noise[len(rows)].to(args.device)
         log_prob = gaussian_log_prob(mean, cholesky, action.unsqueeze(0)).item()
         action = action.cpu().numpy()  # kept as drawn; environment and critic clip it
         next_state, reward, terminated, truncated, _ = env.step(action)
@@ -463,105 +423,106 @@ def run_episode(env, policy, seed, args, explore=True, frames=None):
     return Rows(*(torch.as_tensor(np.array(x), dtype=torch.float32) for x in zip(*rows)))
 
 
+@torch.no_grad()
+def q_minus_return(critic, episode, args):
+    """Mean of Q(s,a) less the discounted rest of the episode: what is promised, but not lived."""
+    state, action, _, reward, terminated, _ = (x.to(args.device) for x in episode)
+    rest = reward.clone()
+    for t in reversed(range(len(rest) - 1)):
+        rest[t] += args.gamma * rest[t + 1]
+    known = slice(-1 if terminated.any() else -501)  # a time limit cuts off what would have come
+    return (critic(state, action) - rest)[known].mean()
+
+
 def main(args):
-    """Train as rank 0's args say, or evaluate; returns the policy."""
+    """Train as args say, or evaluate; returns the policy."""
     store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
-    if RANK:
-        args = pickle.loads(store.get(ATTEMPT))[0]  # once rank 0 has checked them
-    if args.evaluate and WORKERS > 1:
-        refuse("--evaluate needs one process: start it with python.")
-    env = make_env(args, render=args.capture_video and RANK == 0)
-    check(args, env)
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
-        warnings.simplefilter("ignore")
-        os.environ["PYTHONWARNINGS"] = "ignore"
+    if RANK or store.check(["args"]):  # rank 0's, once its run is open; torchrun restarts it too
+        args = Args(**pickle.loads(store.get("args")))
+    check(args)
+    needed = 1 if args.evaluate else args.workers
+    if WORKERS != needed:
+        refuse(f"--nproc-per-node must be {needed} here, not {WORKERS}; python starts one worker.")
+    env = make_env(args)
+    torch.set_num_threads(min(args.threads, os.cpu_count()))
+    torch.manual_seed(args.seed + RANK * 10**9)  # seeds are below that
     sizes = env.observation_space.shape[0], env.action_space.shape[0]
     policy, critic = Policy(*sizes, args), Critic(*sizes, args)
     if args.evaluate:
-        return evaluate_saved(env, policy, args)
+        policy.load_state_dict(read_saved(Path(args.evaluate))["policy"])
+        returns = evaluate(env, policy.to(args.device), args, Path(args.evaluate).parent)
+        print(f"{args.env_id}: mean {np.mean(returns):.1f} of {[round(x, 1) for x in returns]}")
+        return policy
     agent = Agent(policy, critic, eta=1.0, eta_mu=1.0, eta_sigma=100.0).to(args.device)
     groups = [
         {"params": policy.parameters(), "lr": args.policy_learning_rate},
         {"params": critic.parameters(), "lr": args.learning_rate},
-        {"params": agent.parameters(recurse=False), "lr": args.multiplier_rate},
+        # equal betas: after a burst the multipliers come back as fast as they went
+        {"params": agent.parameters(recurse=False), "lr": 2e-3, "betas": (0.9, 0.9)},
     ]
-    groups[2]["betas"] = (0.9, 0.9)  # equal: after a burst it comes back as fast as it went
     optimiser = torch.optim.Adam(groups, fused=True)
     replay = Replay(args.buffer_size, *sizes)
-    losses_of = torch.compile(compute_losses) if args.compile else compute_losses
-    if RANK:
-        torch.manual_seed(episode_seed(args.seed, 2, RANK))  # equal networks, noise of its own
     run = GroupRun(args, store, replay, agent=agent, optimiser=optimiser)
-    states = [agent.state_dict(), optimiser.state_dict()]
+    states = [agent.state_dict(), optimiser.state_dict(), run.done]
     dist.broadcast_object_list(states)  # all begin with rank 0's
     agent.load_state_dict(states[0])
     optimiser.load_state_dict(states[1])
-    stopping = 0  # the signal that all workers have agreed on
-    done = run.done  # how many steps, episodes and updates so far
+    done = run.done = states[2]  # how many steps, episodes and updates so far
+    stopping = 0  # what all workers have agreed on
 
     with run:
         while done["steps"] < args.total_timesteps and not stopping:
             # update the replay with L trajectories (more before the first gradient step)
-            before, returns, owed = done["steps"], [], 0
-            while len(returns) < args.trajectories * WORKERS or owed < 1:
-                seed = episode_seed(args.seed, 0, done["episodes"] + RANK)
-                episode = run_episode(env, policy, seed, args)
+            before, returns = done["steps"], []
+            while len(returns) < args.trajectories or done["steps"] < args.learning_starts:
+                episode = run_episode(env, policy, args, done["episodes"] + RANK)
                 replay.add_episode(episode)
-                lived = gather((len(episode.reward) - 1, episode.reward.sum().item()))
-                returns += [total for _, total in lived]
+                lived = torch.tensor([episode.reward.sum(), len(episode.reward) - 1])
+                dist.all_reduce(lived)  # sums over the workers
+                returns.append(lived[0].item() / WORKERS)
                 done["episodes"] += WORKERS
-                done["steps"] += sum(steps for steps, _ in lived)
-                if done["steps"] >= args.learning_starts:
-                    owed = int(args.updates_per_step * done["steps"] / WORKERS) - done["updates"]
+                done["steps"] += int(lived[1])
                 run.show_progress(returns)
 
             # find a better policy by gradient descent: K steps
-            for _ in range(owed):
-                batch = replay.sample(args.batch_size, args.window)
-                batch = Rows(*(x.to(args.device) for x in batch))
+            steps = done["steps"] / WORKERS
+            for _ in range(max(1, int(args.updates_per_step * steps) - done["updates"])):
+                batch = replay.sample(args.batch_size, args.window, args.device)
                 noise = torch.randn(*batch.state.shape[:2], args.num_samples, sizes[1])
-                losses, metrics = losses_of(agent, batch, noise.to(args.device), args)
-                metrics |= averaged_step(agent, optimiser, losses, args)
+                losses, metrics = compute_losses(agent, batch, noise.to(args.device), args)
+                averaged_step(agent, optimiser, losses)
                 done["updates"] += 1
-                if done["updates"] % args.target_period == 0:
-                    agent.copy_targets()
+                if done["updates"] % args.target_period == 0:  # theta_i = theta, phi' = phi
+                    agent.target_policy.load_state_dict(policy.state_dict())
+                    agent.target_critic.load_state_dict(critic.state_dict())
                 run.show_progress(returns)
 
             # log, evaluate, save
+            metrics["mpo/q_minus_return"] = q_minus_return(critic, episode, args)
             finished = done["steps"] >= args.total_timesteps
             due = finished or done["steps"] // args.eval_every > before // args.eval_every
             if RANK == 0:
-                run.log(returns, evaluate(env, policy, args) if due else [], metrics)
-            stopping = max(gather(run.stopping))  # a signal to one worker stops all
+                run.log(returns, evaluate(env, policy, args, run.folder) if due else [], metrics)
+            stopping = torch.tensor(run.stopping)
+            dist.all_reduce(stopping)  # a signal to one worker stops all
             if due or stopping:
-                run.save()
-        if args.capture_video and RANK == 0 and not stopping:
-            evaluate(env, policy, args, run.folder / "evaluation.mp4")
+                run.save_all()
     return policy
 
 
 # ==== Plumbing: evaluation and video, the run's folder, checks of the user's input. MPO ends here.
-def evaluate(env, policy, args, video=None):
-    """Returns of some episodes with the mean action; or one of them, filmed to a file."""
-    seeds = [episode_seed(args.seed, 1, n) for n in range(1 if video else args.eval_episodes)]
-    frames = [] if video else None
-    episodes = [run_episode(env, policy, seed, args, False, frames) for seed in seeds]
-    if video:
-        imageio.mimwrite(video, frames, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
-    return [episode.reward.sum().item() for episode in episodes]
-
-
-def evaluate_saved(env, policy, args):
-    """Evaluate, and film if asked, the policy in the file that --evaluate names."""
-    policy.load_state_dict(read_saved(Path(args.evaluate))["policy"])
-    returns = evaluate(env, policy.to(args.device), args)
-    spread = f"from {min(returns):.1f} to {max(returns):.1f}"
-    print(f"{args.env_id}: mean {np.mean(returns):.1f} of {len(returns)} episodes, {spread}")
-    if args.capture_video:
-        evaluate(env, policy, args, Path(args.evaluate).with_name("evaluation.mp4"))
-    return policy
+def evaluate(env, policy, args, folder):
+    """Returns of some episodes with the mean action, the first of them filmed if asked for."""
+    returns = []
+    for number in range(args.eval_episodes):
+        filmed = args.capture_video and number == 0
+        stage = gym.wrappers.RenderCollection(env) if filmed else env
+        episode = run_episode(stage, policy, args, number, explore=False)
+        returns.append(episode.reward.sum().item())
+        if filmed:
+            film, fps = folder / "evaluation.mp4", env.metadata.get("render_fps", 30)
+            imageio.mimwrite(film, stage.render(), fps=fps, macro_block_size=2)
+    return returns
 
 
 class Run:
@@ -569,11 +530,11 @@ class Run:
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.table, self.stopping = args, parts, [], 0
-        self.done = {"steps": 0, "episodes": 0, "updates": 0, "seconds": 0.0, "saved": 0}
-        task = args.env_id.replace("/", "-").replace(":", "-")
-        name = f"{task}__{Path(ORIGIN[0]).stem}__{args.seed}__{int(time.time())}"
+        self.done = {"steps": 0, "episodes": 0, "updates": 0, "seconds": 0.0}
+        name = f"{args.env_id}__{Path(ORIGIN[0]).stem}__{args.seed}__{int(time.time())}"
+        name = name.replace("/", "-").replace(":", "-")
         self.folder = Path(args.resume or args.run_dir or Path("runs", name))
-        if (self.folder / "args.json").exists() and not args.resume:
+        if (self.folder / "checkpoint.pt").exists() and not args.resume:
             refuse(f"{self.folder} holds a run already; --resume {self.folder} continues it.")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -583,26 +544,27 @@ class Run:
 
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if args.resume:
-                self.load()
+                saved = read_saved(self.folder / "checkpoint.pt")
+                for name, part in parts.items():
+                    part.load_state_dict(saved[name])
+                self.done, self.table = saved["done"], saved["table"]
+                torch.set_rng_state(saved["random"])
+            self.save()
+            write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2).encode())
             self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
-            write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2))
         except BlockingIOError:
             refuse(f"another process is training in {self.folder}.")
         except OSError as error:
             refuse(f"{self.folder} cannot be written: {error}.")
         self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
-        self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
+        self.started = time.time() - self.done["seconds"]
         tqdm.write(f"{args.env_id}: writing to {self.folder}")
 
     def show_progress(self, returns):
-        """A bar on a terminal; elsewhere a line twice a minute."""
-        steps, seconds = self.done["steps"], time.time() - self.started
+        """A bar, on a terminal."""
         words = f"return {np.mean(returns):.1f}, update {self.done['updates']:,}"
         self.bar.set_postfix_str(words, refresh=False)
-        self.bar.update(steps - self.bar.n)
-        if self.bar.disable and seconds > self.shown + 30:
-            self.shown = seconds
-            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
+        self.bar.update(self.done["steps"] - self.bar.n)
 
     def log(self, returns, evaluated, metrics):
         """A row for this iteration: its episodes' mean return, its last gradient step."""
@@ -617,31 +579,26 @@ class Run:
                 self.writer.add_scalar(name, value, steps)
         self.writer.flush()
         row["eval/returns"] = " ".join(f"{x:.6g}" for x in evaluated)
-        if evaluated:
-            tqdm.write(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
         self.table = self.table or [",".join(row)]
         self.table.append(",".join(map(str, row.values())))
-        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]).encode())
+        if evaluated:
+            words = f"return {np.mean(returns):.1f}, evaluated {np.mean(evaluated):.1f}"
+            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
 
     def save(self):
-        done, policy = self.done | {"saved": self.done["steps"]}, self.parts["agent"].policy
-        saved = {name: part.state_dict() for name, part in self.parts.items()}
-        saved |= {"done": done, "table": self.table, "random": torch.get_rng_state()}
-        write_saved(self.folder / "checkpoint.pt", self.args, policy, saved)
-        write_saved(self.folder / "model.pt", self.args, policy, {})
-        self.done["saved"] = done["saved"]
-
-    def load(self):
-        saved = read_saved(self.folder / "checkpoint.pt")
-        for name, part in self.parts.items():
-            part.load_state_dict(saved[name])
-        self.done, self.table = saved["done"], saved["table"]
-        torch.set_rng_state(saved["random"])
-        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+        """checkpoint.pt, to go on from; and model.pt, to evaluate: the policy and its settings."""
+        policy = self.parts["agent"].policy.state_dict()
+        model = {"origin": ORIGIN, "args": asdict(self.args), "policy": policy}
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"done": self.done, "table": self.table, "random": torch.get_rng_state()}
+        for name, content in (("checkpoint.pt", model | state), ("model.pt", model)):
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            write_whole(self.folder / name, buffer.getvalue())
 
     def __enter__(self):
-        asked = (signal.SIGINT, signal.SIGTERM)
-        self.handlers = {number: signal.signal(number, self.stop) for number in asked}
+        self.handlers = {n: signal.signal(n, self.stop) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(self, number, frame):
         """Asked once, stop after this iteration; asked again, at once."""
@@ -653,58 +610,46 @@ class Run:
         self.bar.close()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        kept = f"the last checkpoint in {self.folder} is of step {self.done['saved']:,}"
+        steps, again = self.done["steps"], f"--resume {self.folder} goes on from its checkpoint"
         if isinstance(error, Exception):
             if kind not in (OSError, FloatingPointError):
                 sys.excepthook(kind, error, trace)
-            refuse(f"{error}; stopped at step {self.done['steps']:,}; {kept}.", code=1)
-        if error is None and self.done["steps"] < self.args.total_timesteps:
-            print(f"stopped; {kept}; to go on: python {sys.argv[0]} --resume {self.folder}")
+            refuse(f"{error}; stopped at step {steps:,}; {again}.", code=1)
+        if steps < self.args.total_timesteps:
+            print(f"stopped at step {steps:,}; {again}")
             raise SystemExit(128 + self.stopping)
         print(f"done; everything is in {self.folder}")
 
 
 class GroupRun(Run):
-    """The run as a worker sees it: rank 0 has the log and speaks, each has a replay of its own."""
+    """The run as a worker sees it: rank 0 has the folder and speaks, each has its own replay."""
 
     def __init__(self, args, store, replay, **parts):
-        self.replay, key = replay, str(args)
+        self.replay, shares = replay, None
         if RANK == 0:
-            if store.check([key]):  # torchrun, whose store this is, has started the run again
-                args.run_dir = store.get(key).decode()
-                Path(args.run_dir, "args.json").unlink(missing_ok=True)
-                if Path(args.run_dir, "checkpoint.pt").exists():
-                    args.resume = args.run_dir
             super().__init__(args, **parts)
-            if (began := self.done.setdefault("workers", WORKERS)) != WORKERS:
-                refuse(f"{self.folder} began with --nproc-per-node {began}, not with {WORKERS}.")
-            store.set(key, str(self.folder))
-            store.set(ATTEMPT, pickle.dumps((args, self.folder, self.done)))
+            shares = self.done.pop("shares", [None] * WORKERS)
+            store.set("args", pickle.dumps(asdict(args) | {"resume": str(self.folder)}))
         else:
-            self.args, self.folder, self.done = pickle.loads(store.get(ATTEMPT))
-            self.parts, self.stopping, self.bar = parts, 0, tqdm(disable=True)
-            self.show_progress = lambda returns: None
-        if args.resume:
-            saved = read_saved(self.own_file())
-            replay.load_state_dict(saved["replay"])
-            torch.set_rng_state(saved["random"])
-        store = dist.PrefixStore(ATTEMPT, store)  # the last attempt's addresses are in there too
-        dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORKERS)
+            self.args, self.folder, self.bar = args, Path(args.resume), tqdm(disable=True)
+            self.done, self.stopping = {}, 0
+        attempt = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("gloo", store=attempt, rank=RANK, world_size=WORKERS)
+        own = [None]
+        dist.scatter_object_list(own, shares)
+        if own[0]:
+            replay.load_state_dict(own[0]["replay"])
+            torch.set_rng_state(own[0]["random"])
 
-    def own_file(self):
-        return self.folder / f"worker{RANK}-{self.done['steps']}.pt"
-
-    def save(self):
-        """The workers' files; then checkpoint.pt, whose step names them; then the old ones go."""
+    def save_all(self):
+        """Rank 0 saves, with what each worker has of its own."""
+        shares = [None] * WORKERS if RANK == 0 else None
         own = {"replay": self.replay.state_dict(), "random": torch.get_rng_state()}
-        write_saved(self.own_file(), self.args, self.parts["agent"].policy, own)
-        gather("written")
+        dist.gather_object(own, shares)
         if RANK == 0:
-            super().save()
-        gather("saved")
-        self.done["saved"] = self.done["steps"]
-        for path in set(self.folder.glob(f"worker{RANK}-*")) - {self.own_file()}:
-            path.unlink()
+            self.done["shares"] = shares
+            self.save()
+            del self.done["shares"]
 
     def __exit__(self, kind, error, trace):
         dist.destroy_process_group()
@@ -719,7 +664,7 @@ def write_whole(path, content):
     aside = path.with_suffix(".tmp")
     try:
         with open(aside, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -727,25 +672,14 @@ def write_whole(path, content):
         aside.unlink(missing_ok=True)
 
 
-def write_saved(path, args, policy, content):
-    """Write what torch saves, with its origin, the settings and the policy."""
-    buffer, head = io.BytesIO(), {"origin": ORIGIN, "args": asdict(args)}
-    torch.save(head | {"policy": policy.state_dict()} | content, buffer)
-    write_whole(path, buffer.getvalue())
-
-
 def read_saved(path):
-    """What write_saved wrote, checked against the checksums in the file."""
-    if not path.is_file():
-        refuse(f"there is no {path}; a run stopped before its first checkpoint starts anew.")
+    """What Run.save wrote, checked against the checksums in the file."""
     try:
-        damaged = zipfile.ZipFile(path).testzip()
+        assert not zipfile.ZipFile(path).testzip(), "a wrong checksum"
         saved = torch.load(path, map_location="cpu", weights_only=True)
         origin = saved["origin"]
     except Exception:
-        damaged = True
-    if damaged:
-        refuse(f"{path} is damaged, or not from this project.")
+        refuse(f"{path} is missing, damaged, or not from this project.")
     if origin != ORIGIN:
         refuse(f"{path} is of {origin[0]}, format {origin[1]}; here is {ORIGIN[0]}, {ORIGIN[1]}.")
     return saved
@@ -778,38 +712,29 @@ def parse_args(words=None):
     return args
 
 
-def check(args, env):
+def check(args):
     """Refuse settings that cannot work: a number is positive where its default is."""
     for name, default in vars(Args()).items():
         value, zero = getattr(args, name), not default or name == "seed"
         numbers = np.atleast_1d(value) if type(default) in (int, float, tuple) else [1]
-        if not len(numbers) or not all(0 <= x < 2**63 and (x > 0 or zero) for x in numbers):
+        if not len(numbers) or not all(0 <= x < 1e9 and (x > 0 or zero) for x in numbers):
             least = "0 or more" if zero else "positive"
-            refuse(f"--{name.replace('_', '-')} must be {least} and below 2**63, not {value}.")
+            refuse(f"--{name.replace('_', '-')} must be {least} and below 1e9, not {value}.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
-    if args.learning_starts >= args.total_timesteps:
-        refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
+    if args.max_std <= 0.5:
+        refuse(f"--max-std must exceed 0.5, where the policy starts, not {args.max_std}.")
     if args.buffer_size <= args.window:
         refuse(f"--buffer-size must exceed --window, {args.window}.")
-    if not args.min_std < args.initial_std < (args.max_std or 100):
-        refuse("--initial-std must lie between --min-std and --max-std (100 if that is 0).")
-    if args.threads > os.cpu_count():
-        refuse(f"--threads must be at most {os.cpu_count()}, the cores of this machine.")
+    if args.learning_starts >= args.total_timesteps:
+        refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
     try:
         torch.zeros(1, device=args.device).item()
-        widest = max(args.policy_layers + args.critic_layers)
-        samples = args.batch_size * (args.window + 1) * args.num_samples
-        row = env.observation_space.shape[0] + env.action_space.shape[0] + 4
-        if not args.evaluate:  # which has no replay
-            torch.empty(args.buffer_size * row + 8 * samples * widest + 32 * widest**2)
     except Exception as error:
-        refuse(f"device, replay, batch or layers cannot be had here: {str(error).splitlines()[0]}")
+        refuse(f"--device {args.device} cannot be had here: {str(error).splitlines()[0]}")
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)
     threading.excepthook = lambda _: None  # TensorBoard's thread: its flush() raises the same
-    if "RANK" in os.environ:  # the command of the last words
-        sys.argv[0] = f"-m torch.distributed.run --nproc-per-node {WORKERS} {sys.argv[0]}"
     main(None if RANK else parse_args())  # rank 0 says what is wrong, once

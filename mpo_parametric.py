@@ -2,15 +2,14 @@
 """Maximum a Posteriori Policy Optimisation (MPO) with a parametric q(a|s): Algorithm 3 of the paper
 (Abdolmaleki et al., ICLR 2018). From the project "MPO, one readable file per variant".
 
-    python mpo_parametric.py --env-id dm_control/walker-walk-v0   learn to walk
-    python mpo_parametric.py --resume RUN_DIR                     continue a run that was stopped
-    python mpo_parametric.py --evaluate RUN_DIR --capture-video   watch what it learned
+    python mpo_parametric.py --env-id dm_control/walker-walk-v0        learn to walk
+    python mpo_parametric.py --resume RUN_DIR                          continue a stopped run
+    python mpo_parametric.py --evaluate RUN_DIR --capture-video        watch what it learned
+    python mpo_parametric.py --constraint entropy                      the paper's EPG + Retrace
+    python mpo_parametric.py --constraint entropy --policy-samples 1   its actor-critic + Retrace
 
 Returns to expect of walker-walk (mean action, a single seed): about 170 of 1000 after 20,000 steps,
-380 after 50,000, 750 after 100,000. The paper's ablations, without the bounds:
-
-    python mpo_parametric.py --constraint entropy                      EPG + Retrace
-    python mpo_parametric.py --constraint entropy --policy-samples 1   actor-critic + Retrace
+380 after 50,000, 750 after 100,000.
 
     theta, phi          the policy q(a|s) being improved, and the critic Q
     theta_i, phi'       their targets: the policy pi_i that q started from, and Q'
@@ -32,7 +31,6 @@ if __name__ == "__main__":  # the imports take seconds: Ctrl-C ends them without
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import copy
-import importlib
 import io
 import json
 import math
@@ -42,9 +40,10 @@ import threading
 import time
 import warnings
 import zipfile
+from collections import namedtuple
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -77,21 +76,18 @@ class Args:
     entropy_scale: float = 0.01  # weight of that bonus, in units of the reward
     normalise_advantage: bool = True  # bounds only: A in standard deviations (paper: False)
     num_samples: int = 20  # M, the actions sampled per state to estimate integrals
-    policy_samples: int = 0  # N, the first of them that enter the policy's gradient; 0: all M
+    policy_samples: Literal[0, 1] = 0  # of them in the policy's gradient: 1, or 0 for all M
     policy_period: int = 1000  # gradient steps between copies of the target policy (paper: 1000)
     window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
     batch_size: int = 32  # B, the windows in a gradient step
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
     covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
-    initial_std: float = 0.5  # standard deviation of the untrained policy; actions are in [-1, 1]
-    min_std: float = 0.01  # least diagonal entry of the Cholesky factor
-    max_std: float = 0.0  # what no standard deviation reaches, such as 1; 0: no such bound
+    max_std: float = 1e6  # what no standard deviation reaches, such as 1; 1e6 bounds nothing
+    noise_exponent: float = 0.0  # exploration noise has power 1/f^this in an episode; 0: white
 
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
-    multiplier_rate: float = 2e-3  # Adam's rate for the logarithms of the multipliers eta
-    max_grad_norm: float = 40.0  # longer gradients, of each network, are scaled down to this norm
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
     updates_per_step: float = 1.0  # gradient steps per step (paper: 1000 per episode of 1000 steps)
     target_period: int = 100  # gradient steps between copies of the target critic (paper: 1000)
@@ -104,52 +100,43 @@ class Args:
     evaluate: str = ""  # train nothing; evaluate the policy saved in this folder or file
     eval_every: int = 10_000  # environment steps between two evaluations, each with a checkpoint
     eval_episodes: int = 10  # episodes in an evaluation
-    capture_video: bool = False  # film an episode of the final policy: RUN_DIR/evaluation.mp4
+    capture_video: bool = False  # film an episode of each evaluation: RUN_DIR/evaluation.mp4
     threads: int = 1  # CPU threads; more help where the networks are large and the cores idle
     device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
     compile: bool = False  # compile the gradient step: a minute at the start, then faster
 
 
 # ---- Environment. Whatever the task's spaces are, the learner sees a vector and acts in [-1, 1]^A.
-def make_env(args, render=False):
+def make_env(args):
     """The task with observations [S], and actions [A] scaled from [-1, 1] to its own bounds."""
     if sys.platform == "linux":  # read once, when MuJoCo is imported; egl needs no display
-        os.environ.setdefault("MUJOCO_GL", "egl" if render else "disabled")
-    module, _, name = args.env_id.rpartition(":")
+        os.environ.setdefault("MUJOCO_GL", "egl" if args.capture_video else "disabled")
+    sys.path.append(os.getcwd())  # where MODULE of MODULE:TASK may be
+    options = {"render_mode": "rgb_array"} if args.capture_video else {}
     try:
-        sys.path.append(os.getcwd())
-        importlib.import_module(module or "shimmy")  # registers its tasks; Shimmy's: dm_control
-        options = {"render_mode": "rgb_array"} if render else {}
+        name = args.env_id if ":" in args.env_id else f"shimmy:{args.env_id}"  # has dm_control
         env = gym.make(name, disable_env_checker=True, **options)
+        if args.time_limit or env.spec.max_episode_steps is None:
+            env = gym.wrappers.TimeLimit(env, args.time_limit or 1000)
         env.reset(seed=0)
-        if render:
+        if args.capture_video:
             env.render()
     except Exception as error:
         reason = (str(error) or repr(error)).splitlines()[0]
-        refuse(f"{args.env_id} cannot be {'filmed' if render else 'made'} here: {reason}")
-    limit = env.spec.max_episode_steps
+        refuse(f"{args.env_id} cannot be {'filmed' if options else 'made'} here: {reason}")
     if type(env.unwrapped).__module__.startswith("shimmy."):
         suite = env.unwrapped._env  # dm_control's own
-        limit = getattr(suite, "_step_limit", math.inf)
         env.unwrapped.metadata["render_fps"] = round(1 / suite.control_timestep())
         camera = 0 if suite.physics.model.ncam else -1  # the first one follows the body
         env.unwrapped.render_kwargs = {"width": 480, "height": 360, "camera_id": camera}
-    if args.time_limit > 0 or limit in (None, math.inf):
-        env = gym.wrappers.TimeLimit(env, args.time_limit if args.time_limit > 0 else 1000)
 
-    env, box = gym.wrappers.FlattenObservation(env), env.action_space
-    if env.observation_space.dtype == np.uint8:
-        refuse(f"{args.env_id} observes images; this script needs vectors.")
+    seen, box = env.observation_space, env.action_space
     real = isinstance(box, gym.spaces.Box) and box.dtype.kind == "f" and len(box.shape) == 1
-    if not real or max(abs(box.low).max(), abs(box.high).max()) > 1e6:
-        refuse(f"{args.env_id} has actions {box}; this script needs a vector of bounded numbers.")
+    if not real or np.abs([box.low, box.high]).max() > 1e6 or seen.dtype == np.uint8:
+        refuse(f"{args.env_id} needs vectors and bounded actions, but has {seen} and {box}.")
     one = box.dtype.type(1)
-    return gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, -one, one))
-
-
-def episode_seed(*numbers):
-    """One seed per episode, by its number: what makes a resumed run repeat an uninterrupted one."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    env = gym.wrappers.RescaleAction(gym.wrappers.FlattenObservation(env), -one, one)
+    return gym.wrappers.ClipAction(env)
 
 
 # ---- Networks. The paper gives their sizes; a layer norm after the first layer is usual for MPO.
@@ -161,7 +148,7 @@ def hidden_layers(input_size, sizes):
 
 
 class Policy(nn.Module):
-    """pi(a|s, theta) = N(mu(s), L(s) L(s)^T), L lower triangular with a positive diagonal."""
+    """pi(a|s, theta) = N(mu(s), L(s) L(s)^T), L lower triangular with a diagonal above 0.01."""
 
     def __init__(self, state_size, action_size, args):
         super().__init__()
@@ -169,27 +156,23 @@ class Policy(nn.Module):
         self.hidden = hidden_layers(state_size, args.policy_layers)
         self.mean = nn.Linear(args.policy_layers[-1], action_size)
         self.factor = nn.Linear(args.policy_layers[-1], action_size**2)
-        for head in (self.mean, self.factor):  # start at N(0, initial_std^2 I), nearly
+        for head in (self.mean, self.factor):  # start at N(0, 0.5^2 I), nearly
             head.weight.data.mul_(0.01)
             head.bias.data.zero_()
-        start = args.initial_std
-        if args.max_std:
-            start /= math.sqrt(1 - (start / args.max_std) ** 2)  # which forward() shortens again
-        self.offset = math.log(math.expm1(start - args.min_std))  # softplus gives start - min_std
+        start = 0.5 / math.sqrt(1 - (0.5 / args.max_std) ** 2)  # forward() makes it 0.5 again
+        self.offset = math.log(math.expm1(start - 0.01))  # softplus gives start - 0.01
 
     def forward(self, state):
         """state [..., S] -> mean [..., A], Cholesky factor [..., A, A]."""
         h = self.hidden(state)
         mean = torch.tanh(self.mean(h))
         raw = self.factor(h).unflatten(-1, (mean.shape[-1], mean.shape[-1]))
-        diagonal = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.offset) + self.args.min_std
+        diagonal = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.offset) + 0.01
         cholesky = torch.diag_embed(diagonal)  # A_ii <- log(1 + exp(A_ii))
         if self.args.covariance == "full":
             cholesky = cholesky + raw.tril(-1)
-        if self.args.max_std:  # shorten the rows, whose lengths are the standard deviations
-            variance = cholesky.square().sum(-1, keepdim=True)
-            cholesky = cholesky * (1 + variance / self.args.max_std**2).rsqrt()
-        return mean, cholesky
+        variance = cholesky.square().sum(-1, keepdim=True)  # of each action; rows are shortened
+        return mean, cholesky * (1 + variance / self.args.max_std**2).rsqrt()
 
 
 class Critic(nn.Module):
@@ -218,11 +201,6 @@ class Agent(nn.Module):
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
         for name, start in multipliers.items():
             self.register_parameter(f"log_{name}", nn.Parameter(torch.tensor(math.log(start))))
-
-    def copy_targets(self):
-        """theta_i = theta, phi' = phi."""
-        self.target_policy.load_state_dict(self.policy.state_dict())
-        self.target_critic.load_state_dict(self.critic.state_dict())
 
 
 def gaussian_log_prob(mean, cholesky, action):
@@ -268,11 +246,6 @@ def leave_one_out_advantage(scores):
     return scores - others / (scores.shape[-1] - 1)
 
 
-def likelihood_ratio_objective(advantage, log_prob):
-    """Has the gradient of E_q A: the mean over samples of A grad log q(a|s). [..., M] -> [...]."""
-    return (advantage.detach() * log_prob).mean(-1)
-
-
 def entropy_bonus(cholesky):
     """H(q), at most ln 2 of each dimension, the entropy of a uniform one. [..., A, A] -> [...]."""
     # beyond [-1, 1], where actions are clipped, entropy costs nothing: it grew for ever
@@ -299,16 +272,11 @@ def lagrangian(eta, epsilon, kl):
     return eta * (epsilon - kl.detach()), eta.detach() * (epsilon - kl)
 
 
-# ---- Replay: a ring of rows in the order they were lived. An episode of n steps is n + 1 rows: the
-# last is `final`, it has only the observation that a time limit bootstraps from. Whole episodes are
-# added, so a window that starts at a step meets a final row before it meets the ring's seam.
-class Rows(NamedTuple):
-    state: torch.Tensor  # [..., S]
-    action: torch.Tensor  # [..., A]
-    behaviour_log_prob: torch.Tensor  # [...], log b(a|s) at the time of acting
-    reward: torch.Tensor  # [...]
-    terminated: torch.Tensor  # [...], 1 where the step ended its episode; a time limit does not
-    final: torch.Tensor  # [...], 1 where the episode was over and no step was taken
+# ---- Replay: a ring of rows in the order they were lived. A row is a state [S], an action [A],
+# log b(a|s), a reward, whether the step terminated, and whether the row is final: an episode of n
+# steps is n + 1 rows, the last with only the observation that a time limit bootstraps from. Whole
+# episodes are added, so a window that starts at a step meets a final row before the ring's seam.
+Rows = namedtuple("Rows", "state action behaviour_log_prob reward terminated final")
 
 
 class Replay:
@@ -325,13 +293,13 @@ class Replay:
         self.head = int(index[-1] + 1) % self.capacity
         self.size = min(self.size + len(index), self.capacity)
 
-    def sample(self, batch_size, window):
+    def sample(self, batch_size, window, device):
         """Windows that start at steps drawn uniformly."""
         start = torch.randint(self.size, (batch_size,))
         while (final := self.rows.final[start] > 0).any():  # no step begins there: draw again
             start[final] = torch.randint(self.size, (int(final.sum()),))
         index = (start.unsqueeze(-1) + torch.arange(window + 1)) % self.capacity
-        return Rows(*(ring[index] for ring in self.rows))
+        return Rows(*(ring[index].to(device) for ring in self.rows))
 
     def state_dict(self):
         return {"rows": [ring[: self.size].clone() for ring in self.rows], "head": self.head}
@@ -360,9 +328,8 @@ def parametric_losses(agent, batch, noise, args):
 
         q_i = agent.target_critic(batch.state[:, :-1], action)
         v_next = scores[:, 1:, : args.num_samples].mean(-1)  # E_q Q'(s_{t+1},.)
-        taken = action.unsqueeze(-2)  # one action per state
-        log_taken = gaussian_log_prob(mean[:, :-1], cholesky[:, :-1], taken).squeeze(-1)
-        trace = trace_coefficient(log_taken, behaviour_log_prob) * valid
+        log_taken = gaussian_log_prob(mean[:, :-1], cholesky[:, :-1], action.unsqueeze(-2))
+        trace = trace_coefficient(log_taken.squeeze(-1), behaviour_log_prob) * valid
         trace_next = F.pad(trace[:, 1:], (0, 1))  # c_{t+1}; behind the window there is none
         discount = args.gamma * (1 - terminated)  # a termination bootstraps nothing, a limit does
         target = retrace(q_i, v_next, reward, discount, trace_next)
@@ -371,11 +338,11 @@ def parametric_losses(agent, batch, noise, args):
     q = agent.critic(batch.state[:, :-1], action)
     critic_loss = masked_mean((q - target).square(), valid)
 
-    # E-step gradient: L(theta, eta_mu, eta_sigma), with E_q A from the first N of the M actions
+    # E-step gradient: L(theta, eta_mu, eta_sigma)
     n = args.policy_samples or args.num_samples
     log_q = gaussian_log_prob(mean, cholesky, sampled[..., :n, :])
     advantage = leave_one_out_advantage(scores)[..., :n]
-    improvement = masked_mean(likelihood_ratio_objective(advantage, log_q), alive)
+    improvement = masked_mean((advantage * log_q).mean(-1), alive)  # has the gradient of E_q A
     advantage_std = masked_mean(scores.var(-1), alive).sqrt()  # V(s) has no spread over actions
     c_mu = masked_mean(kl_mean(mean, mean_i, cholesky_i), alive)
     c_sigma = masked_mean(kl_covariance(cholesky, cholesky_i), alive)
@@ -391,52 +358,54 @@ def parametric_losses(agent, batch, noise, args):
     multiplier_loss = sum(multiplier_terms)
     policy_loss = -(improvement + sum(policy_terms))
 
-    std = cholesky.square().sum(-1).sqrt()
-    metrics = {
-        "eta_mu": eta_mu,
-        "eta_sigma": eta_sigma,
-        "kl_mu_relative": c_mu / args.epsilon_mu,
-        "kl_sigma_relative": c_sigma / args.epsilon_sigma,
-        "advantage_std": advantage_std,
-        "trace": masked_mean(trace[:, 1:], valid[:, 1:]),
-        "std_mean": masked_mean(std.mean(-1), alive),
-        "std_max": std.max(),
-        "q_mean": masked_mean(q, valid),
-        "q_max": q.masked_fill(valid == 0, -math.inf).max(),
-    }
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
-    return losses, {f"mpo/{name}": x.detach() for name, x in metrics.items()}
+    std = cholesky.square().sum(-1).sqrt()
+    metrics = {f"losses/{name}": loss for name, loss in losses.items()}
+    metrics |= {"mpo/eta_mu": eta_mu, "mpo/eta_sigma": eta_sigma}
+    metrics["mpo/kl_mu_relative"] = c_mu / args.epsilon_mu  # of each KL to its bound
+    metrics["mpo/kl_sigma_relative"] = c_sigma / args.epsilon_sigma
+    metrics["mpo/advantage_std"] = advantage_std
+    metrics["mpo/trace"] = masked_mean(trace[:, 1:], valid[:, 1:])
+    metrics |= {"mpo/std_mean": masked_mean(std.mean(-1), alive), "mpo/std_max": std.max()}
+    metrics["mpo/q_mean"] = masked_mean(q, valid)
+    return losses, {name: x.detach() for name, x in metrics.items()}
 
 
-def gradient_step(agent, optimiser, losses, args):
-    """One step of Adam on theta, phi and the multipliers; returns the losses as numbers."""
+def gradient_step(agent, optimiser, losses):
+    """One step of Adam on theta, phi and the multipliers."""
     optimiser.zero_grad()
     sum(losses.values()).backward()
-    for name in ("critic", "policy"):
-        parameters = getattr(agent, name).parameters()
-        losses[f"{name}_gradient"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-    values = {f"losses/{name}": x.item() for name, x in losses.items()}
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise FloatingPointError(f"{name} became {value}")
+    for network in (agent.policy, agent.critic):
+        length = nn.utils.clip_grad_norm_(network.parameters(), max_norm=40.0)
+        if not math.isfinite(length):
+            raise FloatingPointError("a gradient became infinite, or not a number")
     optimiser.step()
     for log_eta in agent.parameters(recurse=False):
         log_eta.data.clamp_(math.log(1e-6), math.log(2e4))  # from where it can still come back
-    return values
 
 
 # ---- Episodes, and the training loop.
+def coloured_noise(exponent, steps, action_size):
+    """z [steps, A], each N(0, 1), whose power over time falls as 1/f^exponent; 0 is white noise."""
+    frequency = torch.fft.fftfreq(steps).abs().clamp(min=1 / steps)  # a constant's: the slowest
+    amplitude = frequency ** (-exponent / 2)
+    amplitude /= amplitude.square().mean().sqrt()
+    spectrum = torch.fft.fft(torch.randn(steps, action_size), dim=0) * amplitude.unsqueeze(-1)
+    return torch.fft.ifft(spectrum, dim=0).real
+
+
 @torch.no_grad()
-def run_episode(env, policy, seed, args, explore=True, frames=None):
-    """Live one episode, with the mean action unless to explore; pictures go to the list frames."""
-    state, _ = env.reset(seed=seed)
+def run_episode(env, policy, args, number, explore=True):
+    """The rows of one episode, lived with the mean action unless to explore."""
+    seed = np.random.SeedSequence((args.seed, explore, number)).generate_state(1)[0]
+    state, _ = env.reset(seed=int(seed))
+    noise = torch.zeros(env.spec.max_episode_steps, *env.action_space.shape)
+    if explore:
+        noise = coloured_noise(args.noise_exponent, *noise.shape)
     rows, over = [], False
     while not over:
-        if frames is not None:
-            frames.append(env.render())
         mean, cholesky = policy(torch.as_tensor(state, dtype=torch.float32, device=args.device))
-        z = torch.randn(len(mean)) if explore else torch.zeros(len(mean))
-        action = mean + cholesky @ z.to(args.device)
+        action = mean + cholesky @ noise[len(rows)].to(args.device)
         log_prob = gaussian_log_prob(mean, cholesky, action.unsqueeze(0)).item()
         action = action.cpu().numpy()  # kept as drawn; environment and critic clip it
         next_state, reward, terminated, truncated, _ = env.step(action)
@@ -448,28 +417,39 @@ def run_episode(env, policy, seed, args, explore=True, frames=None):
     return Rows(*(torch.as_tensor(np.array(x), dtype=torch.float32) for x in zip(*rows)))
 
 
+@torch.no_grad()
+def q_minus_return(critic, episode, args):
+    """Mean of Q(s,a) less the discounted rest of the episode: what is promised, but not lived."""
+    state, action, _, reward, terminated, _ = (x.to(args.device) for x in episode)
+    rest = reward.clone()
+    for t in reversed(range(len(rest) - 1)):
+        rest[t] += args.gamma * rest[t + 1]
+    known = slice(-1 if terminated.any() else -501)  # a time limit cuts off what would have come
+    return (critic(state, action) - rest)[known].mean()
+
+
 def main(args):
     """Train as args say, or evaluate; returns the policy."""
-    env = make_env(args, render=args.capture_video)
-    check(args, env)
-    if args.policy_samples > args.num_samples:
-        refuse(f"--policy-samples must be at most --num-samples, {args.num_samples}.")
-    torch.set_num_threads(args.threads)
+    check(args)
+    env = make_env(args)
+    torch.set_num_threads(min(args.threads, os.cpu_count()))
     torch.manual_seed(args.seed)
-    if args.compile:  # PyTorch's compiler warns about itself, here and in its own processes
-        warnings.simplefilter("ignore")
-        os.environ["PYTHONWARNINGS"] = "ignore"
+    if args.compile:
+        warnings.simplefilter("ignore")  # PyTorch's compiler warns about itself
     sizes = env.observation_space.shape[0], env.action_space.shape[0]
     policy, critic = Policy(*sizes, args), Critic(*sizes, args)
     if args.evaluate:
-        return evaluate_saved(env, policy, args)
+        policy.load_state_dict(read_saved(Path(args.evaluate))["policy"])
+        returns = evaluate(env, policy.to(args.device), args, Path(args.evaluate).parent)
+        print(f"{args.env_id}: mean {np.mean(returns):.1f} of {[round(x, 1) for x in returns]}")
+        return policy
     agent = Agent(policy, critic, eta_mu=1.0, eta_sigma=100.0).to(args.device)
     groups = [
         {"params": policy.parameters(), "lr": args.policy_learning_rate},
         {"params": critic.parameters(), "lr": args.learning_rate},
-        {"params": agent.parameters(recurse=False), "lr": args.multiplier_rate},
+        # equal betas: after a burst the multipliers come back as fast as they went
+        {"params": agent.parameters(recurse=False), "lr": 2e-3, "betas": (0.9, 0.9)},
     ]
-    groups[2]["betas"] = (0.9, 0.9)  # equal: after a burst it comes back as fast as it went
     optimiser = torch.optim.Adam(groups, fused=True)
     replay = Replay(args.buffer_size, *sizes)
     losses_of = torch.compile(parametric_losses) if args.compile else parametric_losses
@@ -479,25 +459,21 @@ def main(args):
     with run:
         while done["steps"] < args.total_timesteps and not run.stopping:
             # update the replay with L trajectories (more before the first gradient step)
-            before, returns, owed = done["steps"], [], 0
-            while len(returns) < args.trajectories or owed < 1:
-                seed = episode_seed(args.seed, 0, done["episodes"])
-                episode = run_episode(env, policy, seed, args)
+            before, returns = done["steps"], []
+            while len(returns) < args.trajectories or done["steps"] < args.learning_starts:
+                episode = run_episode(env, policy, args, done["episodes"])
                 replay.add_episode(episode)
                 returns.append(episode.reward.sum().item())
                 done["episodes"] += 1
                 done["steps"] += len(episode.reward) - 1
-                if done["steps"] >= args.learning_starts:
-                    owed = int(args.updates_per_step * done["steps"]) - done["updates"]
                 run.show_progress(returns)
 
             # find a better policy by gradient descent: K steps
-            for _ in range(owed):
-                batch = replay.sample(args.batch_size, args.window)
-                batch = Rows(*(x.to(args.device) for x in batch))
+            for _ in range(max(1, int(args.updates_per_step * done["steps"]) - done["updates"])):
+                batch = replay.sample(args.batch_size, args.window, args.device)
                 noise = torch.randn(*batch.state.shape[:2], max(args.num_samples, 2), sizes[1])
                 losses, metrics = losses_of(agent, batch, noise.to(args.device), args)
-                metrics |= gradient_step(agent, optimiser, losses, args)
+                gradient_step(agent, optimiser, losses)
                 done["updates"] += 1
                 if done["updates"] % args.policy_period == 0:  # the M-step: theta_i = theta
                     agent.target_policy.load_state_dict(policy.state_dict())
@@ -506,36 +482,28 @@ def main(args):
                 run.show_progress(returns)
 
             # log, evaluate, save
+            metrics["mpo/q_minus_return"] = q_minus_return(critic, episode, args)
             finished = done["steps"] >= args.total_timesteps
             due = finished or done["steps"] // args.eval_every > before // args.eval_every
-            run.log(returns, evaluate(env, policy, args) if due else [], metrics)
+            run.log(returns, evaluate(env, policy, args, run.folder) if due else [], metrics)
             if due or run.stopping:
                 run.save()
-        if args.capture_video and not run.stopping:
-            evaluate(env, policy, args, run.folder / "evaluation.mp4")
     return policy
 
 
 # ==== Plumbing: evaluation and video, the run's folder, checks of the user's input. MPO ends here.
-def evaluate(env, policy, args, video=None):
-    """Returns of some episodes with the mean action; or one of them, filmed to a file."""
-    seeds = [episode_seed(args.seed, 1, n) for n in range(1 if video else args.eval_episodes)]
-    frames = [] if video else None
-    episodes = [run_episode(env, policy, seed, args, False, frames) for seed in seeds]
-    if video:
-        imageio.mimwrite(video, frames, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
-    return [episode.reward.sum().item() for episode in episodes]
-
-
-def evaluate_saved(env, policy, args):
-    """Evaluate, and film if asked, the policy in the file that --evaluate names."""
-    policy.load_state_dict(read_saved(Path(args.evaluate))["policy"])
-    returns = evaluate(env, policy.to(args.device), args)
-    spread = f"from {min(returns):.1f} to {max(returns):.1f}"
-    print(f"{args.env_id}: mean {np.mean(returns):.1f} of {len(returns)} episodes, {spread}")
-    if args.capture_video:
-        evaluate(env, policy, args, Path(args.evaluate).with_name("evaluation.mp4"))
-    return policy
+def evaluate(env, policy, args, folder):
+    """Returns of some episodes with the mean action, the first of them filmed if asked for."""
+    returns = []
+    for number in range(args.eval_episodes):
+        filmed = args.capture_video and number == 0
+        stage = gym.wrappers.RenderCollection(env) if filmed else env
+        episode = run_episode(stage, policy, args, number, explore=False)
+        returns.append(episode.reward.sum().item())
+        if filmed:
+            film, fps = folder / "evaluation.mp4", env.metadata.get("render_fps", 30)
+            imageio.mimwrite(film, stage.render(), fps=fps, macro_block_size=2)
+    return returns
 
 
 class Run:
@@ -543,11 +511,11 @@ class Run:
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.table, self.stopping = args, parts, [], 0
-        self.done = {"steps": 0, "episodes": 0, "updates": 0, "seconds": 0.0, "saved": 0}
-        task = args.env_id.replace("/", "-").replace(":", "-")
-        name = f"{task}__{Path(ORIGIN[0]).stem}__{args.seed}__{int(time.time())}"
+        self.done = {"steps": 0, "episodes": 0, "updates": 0, "seconds": 0.0}
+        name = f"{args.env_id}__{Path(ORIGIN[0]).stem}__{args.seed}__{int(time.time())}"
+        name = name.replace("/", "-").replace(":", "-")
         self.folder = Path(args.resume or args.run_dir or Path("runs", name))
-        if (self.folder / "args.json").exists() and not args.resume:
+        if (self.folder / "checkpoint.pt").exists() and not args.resume:
             refuse(f"{self.folder} holds a run already; --resume {self.folder} continues it.")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -557,26 +525,27 @@ class Run:
 
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if args.resume:
-                self.load()
+                saved = read_saved(self.folder / "checkpoint.pt")
+                for name, part in parts.items():
+                    part.load_state_dict(saved[name])
+                self.done, self.table = saved["done"], saved["table"]
+                torch.set_rng_state(saved["random"])
+            self.save()
+            write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2).encode())
             self.writer = SummaryWriter(self.folder, purge_step=self.done["steps"] + 1)
-            write_whole(self.folder / "args.json", json.dumps(asdict(args), indent=2))
         except BlockingIOError:
             refuse(f"another process is training in {self.folder}.")
         except OSError as error:
             refuse(f"{self.folder} cannot be written: {error}.")
         self.bar = tqdm(total=args.total_timesteps, unit=" steps", miniters=0, disable=None)
-        self.started, self.shown = time.time() - self.done["seconds"], self.done["seconds"]
+        self.started = time.time() - self.done["seconds"]
         tqdm.write(f"{args.env_id}: writing to {self.folder}")
 
     def show_progress(self, returns):
-        """A bar on a terminal; elsewhere a line twice a minute."""
-        steps, seconds = self.done["steps"], time.time() - self.started
+        """A bar, on a terminal."""
         words = f"return {np.mean(returns):.1f}, update {self.done['updates']:,}"
         self.bar.set_postfix_str(words, refresh=False)
-        self.bar.update(steps - self.bar.n)
-        if self.bar.disable and seconds > self.shown + 30:
-            self.shown = seconds
-            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
+        self.bar.update(self.done["steps"] - self.bar.n)
 
     def log(self, returns, evaluated, metrics):
         """A row for this iteration: its episodes' mean return, its last gradient step."""
@@ -591,31 +560,26 @@ class Run:
                 self.writer.add_scalar(name, value, steps)
         self.writer.flush()
         row["eval/returns"] = " ".join(f"{x:.6g}" for x in evaluated)
-        if evaluated:
-            tqdm.write(f"step {steps:,}: the mean action returns {np.mean(evaluated):.1f}")
         self.table = self.table or [",".join(row)]
         self.table.append(",".join(map(str, row.values())))
-        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]).encode())
+        if evaluated:
+            words = f"return {np.mean(returns):.1f}, evaluated {np.mean(evaluated):.1f}"
+            tqdm.write(f"step {steps:,}: {words}, {steps / seconds:.0f} steps/s")
 
     def save(self):
-        done, policy = self.done | {"saved": self.done["steps"]}, self.parts["agent"].policy
-        saved = {name: part.state_dict() for name, part in self.parts.items()}
-        saved |= {"done": done, "table": self.table, "random": torch.get_rng_state()}
-        write_saved(self.folder / "checkpoint.pt", self.args, policy, saved)
-        write_saved(self.folder / "model.pt", self.args, policy, {})
-        self.done["saved"] = done["saved"]
-
-    def load(self):
-        saved = read_saved(self.folder / "checkpoint.pt")
-        for name, part in self.parts.items():
-            part.load_state_dict(saved[name])
-        self.done, self.table = saved["done"], saved["table"]
-        torch.set_rng_state(saved["random"])
-        write_whole(self.folder / "progress.csv", "\n".join([*self.table, ""]))
+        """checkpoint.pt, to go on from; and model.pt, to evaluate: the policy and its settings."""
+        policy = self.parts["agent"].policy.state_dict()
+        model = {"origin": ORIGIN, "args": asdict(self.args), "policy": policy}
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        state |= {"done": self.done, "table": self.table, "random": torch.get_rng_state()}
+        for name, content in (("checkpoint.pt", model | state), ("model.pt", model)):
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            write_whole(self.folder / name, buffer.getvalue())
 
     def __enter__(self):
-        asked = (signal.SIGINT, signal.SIGTERM)
-        self.handlers = {number: signal.signal(number, self.stop) for number in asked}
+        self.handlers = {n: signal.signal(n, self.stop) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(self, number, frame):
         """Asked once, stop after this iteration; asked again, at once."""
@@ -627,13 +591,13 @@ class Run:
         self.bar.close()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        kept = f"the last checkpoint in {self.folder} is of step {self.done['saved']:,}"
+        steps, again = self.done["steps"], f"--resume {self.folder} goes on from its checkpoint"
         if isinstance(error, Exception):
             if kind not in (OSError, FloatingPointError):
                 sys.excepthook(kind, error, trace)
-            refuse(f"{error}; stopped at step {self.done['steps']:,}; {kept}.", code=1)
-        if error is None and self.done["steps"] < self.args.total_timesteps:
-            print(f"stopped; {kept}; to go on: python {sys.argv[0]} --resume {self.folder}")
+            refuse(f"{error}; stopped at step {steps:,}; {again}.", code=1)
+        if steps < self.args.total_timesteps:
+            print(f"stopped at step {steps:,}; {again}")
             raise SystemExit(128 + self.stopping)
         print(f"done; everything is in {self.folder}")
 
@@ -643,7 +607,7 @@ def write_whole(path, content):
     aside = path.with_suffix(".tmp")
     try:
         with open(aside, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -651,25 +615,14 @@ def write_whole(path, content):
         aside.unlink(missing_ok=True)
 
 
-def write_saved(path, args, policy, content):
-    """Write what torch saves, with its origin, the settings and the policy."""
-    buffer, head = io.BytesIO(), {"origin": ORIGIN, "args": asdict(args)}
-    torch.save(head | {"policy": policy.state_dict()} | content, buffer)
-    write_whole(path, buffer.getvalue())
-
-
 def read_saved(path):
-    """What write_saved wrote, checked against the checksums in the file."""
-    if not path.is_file():
-        refuse(f"there is no {path}; a run stopped before its first checkpoint starts anew.")
+    """What Run.save wrote, checked against the checksums in the file."""
     try:
-        damaged = zipfile.ZipFile(path).testzip()
+        assert not zipfile.ZipFile(path).testzip(), "a wrong checksum"
         saved = torch.load(path, map_location="cpu", weights_only=True)
         origin = saved["origin"]
     except Exception:
-        damaged = True
-    if damaged:
-        refuse(f"{path} is damaged, or not from this project.")
+        refuse(f"{path} is missing, damaged, or not from this project.")
     if origin != ORIGIN:
         refuse(f"{path} is of {origin[0]}, format {origin[1]}; here is {ORIGIN[0]}, {ORIGIN[1]}.")
     return saved
@@ -702,33 +655,26 @@ def parse_args(words=None):
     return args
 
 
-def check(args, env):
+def check(args):
     """Refuse settings that cannot work: a number is positive where its default is."""
     for name, default in vars(Args()).items():
         value, zero = getattr(args, name), not default or name == "seed"
         numbers = np.atleast_1d(value) if type(default) in (int, float, tuple) else [1]
-        if not len(numbers) or not all(0 <= x < 2**63 and (x > 0 or zero) for x in numbers):
+        if not len(numbers) or not all(0 <= x < 1e9 and (x > 0 or zero) for x in numbers):
             least = "0 or more" if zero else "positive"
-            refuse(f"--{name.replace('_', '-')} must be {least} and below 2**63, not {value}.")
+            refuse(f"--{name.replace('_', '-')} must be {least} and below 1e9, not {value}.")
     if args.gamma >= 1:
         refuse(f"--gamma must be below 1, not {args.gamma}.")
-    if args.learning_starts >= args.total_timesteps:
-        refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
+    if args.max_std <= 0.5:
+        refuse(f"--max-std must exceed 0.5, where the policy starts, not {args.max_std}.")
     if args.buffer_size <= args.window:
         refuse(f"--buffer-size must exceed --window, {args.window}.")
-    if not args.min_std < args.initial_std < (args.max_std or 100):
-        refuse("--initial-std must lie between --min-std and --max-std (100 if that is 0).")
-    if args.threads > os.cpu_count():
-        refuse(f"--threads must be at most {os.cpu_count()}, the cores of this machine.")
+    if args.learning_starts >= args.total_timesteps:
+        refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
     try:
         torch.zeros(1, device=args.device).item()
-        widest = max(args.policy_layers + args.critic_layers)
-        samples = args.batch_size * (args.window + 1) * args.num_samples
-        row = env.observation_space.shape[0] + env.action_space.shape[0] + 4
-        if not args.evaluate:  # which has no replay
-            torch.empty(args.buffer_size * row + 8 * samples * widest + 32 * widest**2)
     except Exception as error:
-        refuse(f"device, replay, batch or layers cannot be had here: {str(error).splitlines()[0]}")
+        refuse(f"--device {args.device} cannot be had here: {str(error).splitlines()[0]}")
 
 
 if __name__ == "__main__":

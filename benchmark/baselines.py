@@ -84,6 +84,11 @@ def make_env(args):
     return gym.wrappers.TransformAction(env, lambda action: action, box)
 
 
+def episode_seed(seed, explore, number):
+    """Of an episode, as run_episode() of mpo_continuous.py has it."""
+    return int(np.random.SeedSequence((seed, explore, number)).generate_state(1)[0])
+
+
 class SeededEpisodes(gym.Wrapper):
     """Each training episode starts from the seed that it has in mpo_continuous.py."""
 
@@ -93,14 +98,14 @@ class SeededEpisodes(gym.Wrapper):
 
     def reset(self, seed=None, options=None):
         self.episode += 1
-        return self.env.reset(seed=mpo.episode_seed(self.seed, 0, self.episode))
+        return self.env.reset(seed=episode_seed(self.seed, True, self.episode))
 
 
 def evaluate(model, env, args):
     """Returns of some episodes with the deterministic action, from the seeds that MPO's have."""
     returns = []
     for episode in range(args.eval_episodes):
-        state, _ = env.reset(seed=mpo.episode_seed(args.seed, 1, episode))
+        state, _ = env.reset(seed=episode_seed(args.seed, False, episode))
         total, over = 0.0, False
         while not over:
             action, _ = model.predict(np.float32(state), deterministic=True)
@@ -132,7 +137,7 @@ class Log(BaseCallback):
         seconds = time.time() - self.started
         row = [steps, episode["r"], steps / seconds, seconds, mean]
         self.table.append(",".join(map(str, [*row, " ".join(f"{x:.6g}" for x in evaluated)])))
-        mpo.write_whole(self.path, "\n".join([*self.table, ""]))
+        mpo.write_whole(self.path, "\n".join([*self.table, ""]).encode())
         if evaluated:
             print(f"step {steps:,}: the deterministic action returns {mean:.1f}", flush=True)
         self.row_before = steps

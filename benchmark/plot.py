@@ -50,16 +50,11 @@ PANELS = [
     Panel("trace coefficient c", ("mpo/trace",)),
     Panel("standard deviation", ("mpo/std_mean", "mpo/std_max"), names=("mean", "largest")),
     Panel("entropy of π", ("mpo/entropy",)),
-    Panel("Q", ("mpo/q_mean", "mpo/q_max"), names=("mean", "largest")),
+    Panel("Q", ("mpo/q_mean",)),
+    Panel("Q minus the return", ("mpo/q_minus_return",), level=0),
     Panel("critic loss", ("losses/critic",), scale="log"),
     Panel("policy loss", ("losses/policy",), scale="symlog"),
     Panel("multiplier loss", ("losses/multipliers",), scale="symlog"),
-    Panel(
-        "gradient norm",
-        ("losses/critic_gradient", "losses/policy_gradient"),
-        scale="log",
-        names=("critic", "policy"),
-    ),
     Panel("environment steps per second", ("charts/SPS",), scale="log"),
 ]
 
@@ -215,7 +210,7 @@ def draw(runs):
     return figure
 
 
-def main():
+def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
     parser.add_argument(
@@ -224,7 +219,7 @@ def main():
         default=Path("plot.png"),
         help="the file to write (default: plot.png)",
     )
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     figure = draw([read_run(folder) for folder in options.run_dirs])
     try:
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -839,13 +839,13 @@ def readme(runs, published, drawn):
     return "\n".join(parts)
 
 
-def main():
+def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=Path, default=HERE / "results", help="the CSVs")
     parser.add_argument("--output", type=Path, default=HERE, help="folder for what is written")
     parser.add_argument("--tables", action="store_true", help="write no figures")
     parser.add_argument("--untracked", action="store_true", help="with CSVs that git does not know")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     files, others = result_files(options.results, options.untracked)
     if others:
         print(f"left out {counted(others, 'CSV')} that git does not know; git add, or --untracked")

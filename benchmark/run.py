@@ -188,7 +188,8 @@ class Job:
             commits = before.get("commit", "unknown")
             same = commits.split()[-1] == commit
             commit = commits if same else f"{commits}, from about step {self.step():,} on {commit}"
-            settings = json.loads((self.folder / "args.json").read_text())
+            path = self.folder / "args.json"  # missing if it was killed as it began
+            settings = json.loads(path.read_text()) if path.exists() else {}
             shorter = settings.get("total_timesteps", self.total)
             if shorter < self.total:
                 continued += f"{', then' if continued else 'from'} a run of {shorter:,} steps"

@@ -21,8 +21,8 @@ from matplotlib.patches import Ellipse
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+from mpo_atari import categorical_kl  # noqa: E402
 from mpo_continuous import (  # noqa: E402
-    categorical_kl,
     gaussian_log_prob,
     improved_policy,
     kl_covariance,
@@ -402,13 +402,15 @@ def draw_run(numbers):
         "KL relative to its bound": ("kl_q_relative", "kl_mu_relative", "kl_sigma_relative"),
         "mean trace c": ("trace",),
         "standard deviation": ("std_mean", "std_max"),
-        "Q": ("q_mean", "q_max"),
+        "Q": ("q_mean", "q_minus_return"),
     }
     names = {"eta": "η", "eta_mu": "η_μ", "eta_sigma": "η_Σ", "kl_q_relative": "KL(q ‖ πᵢ) / ε"}
     names |= {"kl_mu_relative": "C_μ / ε_μ", "kl_sigma_relative": "C_Σ / ε_Σ", "trace": "c"}
-    names |= {"std_mean": "mean", "std_max": "greatest", "q_mean": "mean", "q_max": "greatest"}
+    names |= {"std_mean": "mean", "std_max": "greatest", "q_mean": "mean"}
+    names |= {"q_minus_return": "less the return"}
     for title, columns in panels.items():
         figure, axes = panel(title, "thousand steps")
+        columns = [column for column in columns if f"mpo/{column}" in numbers]
         for column, shade, line in zip(columns, (RED, BLUE, GREEN), ("-", "--", ":")):
             curve = numbers[f"mpo/{column}"]
             axes.plot(steps, curve, color=shade, linestyle=line, label=names[column])
@@ -416,7 +418,7 @@ def draw_run(numbers):
             axes.set_yscale("log")
         if "bound" in title:
             axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_ylim(bottom=None if "multipliers" in title else 0)
+        axes.set_ylim(bottom=None if {"eta", "q_minus_return"} & {*columns} else 0)
         axes.set_xlim(0, steps[-1] * 1.02)
         if len(columns) > 1:
             axes.legend(loc="best")

@@ -1,6 +1,7 @@
 """Small random inputs in float64, where formulas can be compared to ten digits."""
 
 import math
+import tempfile
 
 import numpy as np
 import torch
@@ -58,6 +59,17 @@ def small_agent(script, args, seed=0, apart=0.3):
         for parameter in agent.parameters():
             parameter.add_(apart * normal(generator, *parameter.shape))
     return agent
+
+
+def copy_targets(agent):
+    """theta_i = theta, phi' = phi, as main() does every target_period gradient steps."""
+    agent.target_policy.load_state_dict(agent.policy.state_dict())
+    agent.target_critic.load_state_dict(agent.critic.state_dict())
+
+
+def categorical_kl(p, log_q):
+    """KL(p || q) = sum_a p (log p - log q). p [..., M] -> [...]."""
+    return (torch.xlogy(p, p) - p * log_q).sum(-1)
 
 
 def losses_of(script):
@@ -120,6 +132,19 @@ def episode(script, states, terminated, seed=0, **changes):
 
 def double(batch):
     return type(batch)(*(x.double() for x in batch))
+
+
+def trained(script, **changes):
+    """The settings and the checkpoint of ten gradient steps by the script's own main()."""
+    settings = dict(env_id="Pendulum-v1", time_limit=10, batch_size=2, eval_episodes=1)
+    if hasattr(script, "play"):
+        settings |= dict(env_id="CartPole-v1", num_envs=2, layers=(8,))
+    settings |= dict(learning_starts=50, total_timesteps=100, updates_per_step=0.1)
+    with tempfile.TemporaryDirectory() as folder:
+        settings |= dict(buffer_size=1000, run_dir=f"{folder}/run")
+        args = script.Args(**settings | changes)
+        script.main(args)
+        return args, torch.load(f"{folder}/run/checkpoint.pt", weights_only=True)
 
 
 def rows_of(batch, chosen):

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gymnasium as gym
+import pytest
 import torch
 from conftest import ROOT, scripts_with
 
@@ -34,6 +34,7 @@ TINY = {
     "batch_size": 4,
     "window": 4,
     "time_limit": 50,
+    "buffer_size": 10_000,
     "learning_starts": 100,
     "updates_per_step": 0.2,
     "total_timesteps": 200,
@@ -44,6 +45,11 @@ PATIENCE = 900  # seconds for a process that takes ten: machines can be busy
 STARTING = threading.Lock()
 LEADING = ("PYTHONPATH", "MUJOCO_GL", "COLUMNS")
 CLOCK = ("charts/SPS", "charts/seconds")  # the columns of progress.csv that tell the time
+OUR_LINES = [  # what a run prints where it is not a terminal
+    r"\S+: writing to \S+",
+    r"step [\d,]+: return \S+, evaluated \S+, \d+ steps/s",
+    r"done; everything is in \S+",
+]
 
 # The imports of a script take ten times longer than a tiny run. So one process makes them once, and
 # forks for each run; between the two, a process that waits for the end and notes the exit code.
@@ -51,9 +57,11 @@ CLOCK = ("charts/SPS", "charts/seconds")  # the columns of progress.csv that tel
 SERVER = """
 import atexit, gc, json, os, resource, runpy, signal, sys, traceback
 os.environ["MUJOCO_GL"] = "disabled"
+sys.path.remove("")  # a run finds the modules of its folder by itself, or not
 import gymnasium, imageio.v2, shimmy, torch._dynamo, torch._inductor.config
 import torch.utils.tensorboard, tqdm, tyro
 import tasks
+gymnasium.make("dm_control/cartpole-swingup-v0").close()  # imports what it is made of
 gc.freeze()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 for line in sys.stdin:
@@ -216,6 +224,16 @@ def dm_control_tasks():
     return [name for name in names if "compatibility" not in name]
 
 
+def refusal(script, words, capsys):
+    """The sentence with which these words are refused, by main() in this process, as by a shell."""
+    with pytest.raises(SystemExit) as stop:
+        script.main(script.parse_args(words))
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and printed.out == "", printed
+    (sentence,) = printed.err.splitlines()
+    return sentence
+
+
 def one_sentence(process):
     """The sentence a run ended with; it must be all that stands on stderr."""
     lines = process.err.splitlines()
@@ -230,17 +248,12 @@ def wait_until(condition, process=None):
         running = process is None or process.poll() is None
         assert running, f"the run ended too early: {process.out} {process.err}"
         assert time.time() < end, "it never came to that"
-        time.sleep(0.002)
+        time.sleep(0.01)  # seldom enough to leave the processor to the run
 
 
 def wait_for_row(process, run_dir, step):
     """Wait until a row of that step, or a later one, stands in progress.csv."""
     wait_until(lambda: last_step(run_dir) >= step, process)
-
-
-def wait_for_line(process, beginning):
-    """Wait until the process has printed a line that begins so."""
-    wait_until(lambda: re.search(f"(?m)^{beginning}", process.out), process)
 
 
 def stop(process, number):
@@ -249,12 +262,13 @@ def stop(process, number):
     return finish(process)
 
 
+AGAIN = r"--resume (\S+) goes on from its checkpoint"  # how every unfinished run ends
+
+
 def resume_command(process):
-    """The words after the script's name in the command that a stopped run prints."""
-    line = process.out.splitlines()[-1]
-    words = shlex.split(line[line.index("python ") :])
-    assert words[0] == "python", line
-    return words[2:]
+    """The words that make a stopped run go on, as it prints them."""
+    stopped = re.fullmatch(rf"stopped at step [\d,]+; {AGAIN}", process.out.splitlines()[-1])
+    return ["--resume", stopped.group(1)]
 
 
 def rows(run_dir):
@@ -290,6 +304,3 @@ def same(a, b):
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return a == b
-
-
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM)

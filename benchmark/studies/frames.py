@@ -33,8 +33,8 @@ def play(steps):
     replay = mpo_atari.FrameReplay(rows, args.num_envs, space, "unused")  # it is never saved
     policy = mpo_atari.Policy(space.shape, actions, args)
     torch.nn.init.zeros_(policy.head.weight)  # uniform
-    seed = mpo_atari.episode_seed(args.seed, 0) >> 2
-    games, played = mpo_atari.play(env, replay, policy, seed, args), 0
+    torch.manual_seed(args.seed)
+    games, played = mpo_atari.play(env, replay, policy, args), 0
     while played < steps:
         played += next(games)[0]
     reward, final = (x.view(-1, args.num_envs) for x in (replay.rows.reward, replay.rows.final))
@@ -51,9 +51,7 @@ def batches(replay, returns, games, windows, steps):
     back = torch.arange(1 - replay.stack, steps)
     while True:
         game = torch.from_numpy(np.random.choice(games, windows)).unsqueeze(-1)
-        row = (
-            torch.randint(replay.stack, usable, (windows, 1)) + back
-        )  # [windows, stack - 1 + steps]
+        row = torch.randint(replay.stack, usable, (windows, 1)) + back  # [windows, stack + steps]
         index = row * replay.num_envs + game
         stacks = replay.rows.state[index].unfold(1, replay.stack, 1).contiguous().movedim(-1, 2)
         index, row = index[:, replay.stack - 1 :], row[:, replay.stack - 1 :]

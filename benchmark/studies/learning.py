@@ -1,14 +1,16 @@
 """Which settings learn: one change at a time on six tasks, the table behind docs/defaults.md.
 
+    git worktree add ../study 57c9a3c       the candidates are flags of its mpo_continuous.py
     python benchmark/studies/learning.py                  run what is missing, setting by setting
     python benchmark/studies/learning.py base samples-10  only these
     python benchmark/studies/learning.py --table          print benchmark/results/study as a table
 
 A run is 60,000 environment steps; its score is its mean-action return averaged over the
-evaluations at 40,000, 50,000 and 60,000 steps. A setting's score is the mean over six tasks and two
-seeds (11 and 12, which no reported result uses). Its standard error is that of the mean over tasks
-of the differences to the setting it changes, seeds taken together. The runs are those of commit
-92759ba, in which the candidates are flags of mpo_continuous.py; run it from a checkout of that.
+evaluations at 40,000, 50,000 and 60,000 steps. There are six tasks and two seeds, 11 and 12, which
+no reported result uses. A setting is compared with the one that it changes on the runs, of a task
+and a seed, that both have; the table says how many these are. Score and difference are means over
+their tasks, seeds taken together, and the standard error is that of the mean of the tasks'
+differences.
 """
 
 import argparse
@@ -28,6 +30,11 @@ MARKS = (40_000, 50_000, 60_000)
 SETTINGS = {  # name: (the setting that it changes, what it adds to that one's flags)
     "base": (None, []),
     "samples-10": ("base", ["--num-samples", "10"]),
+    "std-1": ("samples-10", ["--max-std", "1"]),
+    "pink": ("samples-10", ["--noise-exponent", "1"]),
+    "norms": ("samples-10", ["--critic-norms", "every"]),
+    "pace": ("samples-10", ["--epsilon-mu", "1e-3", "--policy-learning-rate", "3e-4"]),
+    "usual-betas": ("samples-10", ["--multiplier-beta", "0.999"]),
 }
 
 
@@ -37,69 +44,69 @@ def flags_of(name):
     return (flags_of(parent) if parent else []) + own
 
 
-def run(names, tasks, seeds, workers):
+def run(names, options):
     for name in names:
-        command = [
-            sys.executable,
-            str(BENCHMARK / "run.py"),
-            "--tasks",
-            ",".join(tasks),
-            "--label",
-            f"study/{name}",
-        ]
-        command += ["--seeds", ",".join(map(str, seeds)) + ",", "--total-timesteps", str(MARKS[-1])]
-        command += ["--workers", str(workers), "--", "--compile", *flags_of(name)]
-        subprocess.run(command, check=True)
+        command = [sys.executable, str(BENCHMARK / "run.py"), "--script", options.script]
+        command += ["--tasks", options.tasks, "--seeds", f"{options.seeds},"]
+        command += ["--label", f"study/{name}", "--total-timesteps", str(MARKS[-1])]
+        command += ["--workers", str(options.workers), "--", "--compile", *flags_of(name)]
+        code = subprocess.run(command).returncode
+        if code:
+            raise SystemExit(code)
 
 
-def score(name, task, seed):
-    """Mean of the evaluations at the three marks; None where the run is missing."""
-    path = BENCHMARK / "results" / "study" / name / task / f"seed{seed}.csv"
-    if not path.exists():
-        return None
-    _, rows = read_result(path)
-    reached = [[row["eval_return"] for row in rows if row["env_steps"] <= mark] for mark in MARKS]
-    return (
-        statistics.mean(values[-1] for values in reached)
-        if rows[-1]["env_steps"] >= MARKS[-1]
-        else None
-    )
+def scores(name, results):
+    """{(task, seed): mean of the evaluations at the three marks} of the runs that are there."""
+    found = {}
+    for task, seed in [(task, seed) for task in TASKS for seed in SEEDS]:
+        path = results / name / task / f"seed{seed}.csv"
+        rows = read_result(path)[1] if path.exists() else []
+        if rows and rows[-1]["env_steps"] >= MARKS[-1]:
+            returns = {r["env_steps"]: r["eval_return"] for r in rows}
+            returns = {step: value for step, value in returns.items() if value is not None}
+            reached = [max(step for step in returns if step <= mark) for mark in MARKS]
+            found[task, seed] = statistics.mean(returns[step] for step in reached)
+    return found
 
 
-def mean_score(name, task):
-    scores = [score(name, task, seed) for seed in SEEDS]
-    return None if None in scores else statistics.mean(scores)
+def over_tasks(values):
+    """[mean over seeds] of each task among {(task, seed): value}."""
+    tasks = dict.fromkeys(task for task, _ in values)
+    return [statistics.mean(values[key] for key in values if key[0] == task) for task in tasks]
 
 
-def table():
-    """Markdown: both seeds of each task, the score, the difference to what was changed."""
-    head = ["setting", "changes", *TASKS, "score", "difference", "standard error"]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(TASKS) + 3)]
-    for name, (parent, own) in SETTINGS.items():
-        pairs = [[score(name, task, seed) for seed in SEEDS] for task in TASKS]
-        if all(value is None for pair in pairs for value in pair):
-            continue
-        cells = [
-            " ".join("–" if value is None else f"{value:.0f}" for value in pair) for pair in pairs
-        ]
-        means = [mean_score(name, task) for task in TASKS]
-        before = [mean_score(parent, task) if parent else None for task in TASKS]
-        total = f"{statistics.mean(means):.0f}" if None not in means else "–"
-        gain, error = "–", "–"
-        if None not in means + before:
-            gains = [new - old for new, old in zip(means, before)]
-            gain = f"{statistics.mean(gains):+.0f}"
-            error = f"{statistics.stdev(gains) / math.sqrt(len(gains)):.0f}"
-        changes = f"{parent}: {' '.join(own)}" if parent else "the defaults"
-        lines.append("| " + " | ".join([name, changes, *cells, total, gain, error]) + " |")
-    return "\n".join(lines)
+def row(name, found):
+    """Cells: both seeds of each task, then what the runs that count say; found: all scores."""
+    parent, own = SETTINGS[name]
+    before = found[parent or name]
+    shared = {key: value for key, value in found[name].items() if key in before}
+    cells = [name, f"{parent}: {' '.join(own)}" if parent else "the defaults"]
+    for task in TASKS:
+        seeds = [found[name].get((task, seed)) for seed in SEEDS]
+        cells.append(" ".join("–" if x is None else f"{x:.0f}" for x in seeds))
+    cells += [f"{len(shared)}", f"{statistics.mean(over_tasks(shared)):.0f}" if shared else "–"]
+    gain = over_tasks({key: value - before[key] for key, value in shared.items()})
+    cells.append(f"{statistics.mean(gain):+.0f}" if parent and gain else "–")
+    several = parent and len(gain) > 1
+    cells.append(f"{statistics.stdev(gain) / math.sqrt(len(gain)):.0f}" if several else "–")
+    return cells
 
 
-if __name__ == "__main__":
+def table(results=BENCHMARK / "results" / "study"):
+    """Markdown: a row for each setting of which there is a run."""
+    head = ["setting", "changes", *TASKS, "shared runs", "score", "difference", "standard error"]
+    found = {name: scores(name, results) for name in SETTINGS}
+    rows = [row(name, found) for name in SETTINGS if found[name]]
+    lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "settings", nargs="*", help=f"which settings to run; none: all of {', '.join(SETTINGS)}"
-    )
+    names = ", ".join(SETTINGS)
+    parser.add_argument("settings", nargs="*", help=f"which settings to run; none: all of {names}")
+    script = "../study/mpo_continuous.py"
+    parser.add_argument("--script", default=script, help=f"of commit 57c9a3c; default: {script}")
     parser.add_argument("--tasks", default=",".join(TASKS), help="fewer tasks, for a first look")
     parser.add_argument("--seeds", default="11,12", help="fewer seeds, for a first look")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
@@ -107,11 +114,11 @@ if __name__ == "__main__":
     options = parser.parse_args()
     unknown = set(options.settings) - set(SETTINGS)
     if unknown:
-        parser.error(
-            f"there is no setting {', '.join(sorted(unknown))}; there are {', '.join(SETTINGS)}"
-        )
+        parser.error(f"there is no setting {', '.join(sorted(unknown))}; there are {names}")
     if options.table:
-        print(table())
-    else:
-        seeds = [int(seed) for seed in options.seeds.split(",")]
-        run(options.settings or list(SETTINGS), options.tasks.split(","), seeds, options.workers)
+        return print(table())
+    run(options.settings or list(SETTINGS), options)
+
+
+if __name__ == "__main__":
+    main()

@@ -42,6 +42,7 @@ def work(turns):
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    rank, workers = dist.get_rank(), dist.get_world_size()
     layers = {"policy_layers": (200, 200), "critic_layers": (300, 300)}
     args = script.Args(env_id=TASK, time_limit=STEPS, buffer_size=100_000, **layers)
     env = script.make_env(args)
@@ -50,23 +51,22 @@ def work(turns):
     agent = script.Agent(policy, critic, eta=1.0, eta_mu=1.0, eta_sigma=100.0)
     learned = [x for x in agent.parameters() if x.requires_grad]
     optimiser = torch.optim.Adam(learned, args.learning_rate, fused=True)
-    replay, numbers = script.Replay(args.buffer_size, *sizes), itertools.count(script.RANK, 100)
+    replay, numbers = script.Replay(args.buffer_size, *sizes), itertools.count(rank, workers)
     gradient = torch.zeros(sum(x.numel() for x in learned))
 
     def collect():
-        seed = script.episode_seed(args.seed, 0, next(numbers))
-        replay.add_episode(script.run_episode(env, policy, seed, args))
+        replay.add_episode(script.run_episode(env, policy, args, next(numbers)))
 
     def update(step, count):
         for _ in range(count):
-            batch = replay.sample(args.batch_size, args.window)
+            batch = replay.sample(args.batch_size, args.window, "cpu")
             noise = torch.randn(*batch.state.shape[:2], args.num_samples, sizes[1])
             losses, _ = script.compute_losses(agent, batch, noise, args)
-            step(agent, optimiser, losses, args)
+            step(agent, optimiser, losses)
 
     def live():
         collect()
-        script.gather(STEPS)
+        dist.all_reduce(torch.zeros(2))  # the return and the steps
         update(script.averaged_step, STEPS)
 
     def reduce(tensor):
@@ -86,11 +86,13 @@ def work(turns):
     took = {name: [] for name in figures}
     for _ in range(turns):
         for name, (run, count) in figures.items():
-            script.gather(None)  # all begin together
+            dist.barrier()  # all begin together
             began = time.perf_counter()
             run()
-            took[name].append(max(script.gather((time.perf_counter() - began) / count)))
-    if script.RANK == 0:
+            slowest = torch.tensor((time.perf_counter() - began) / count)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            took[name].append(slowest.item())
+    if rank == 0:
         print(json.dumps({"took": took, "gradient": len(gradient)}))
     dist.destroy_process_group()
 

@@ -3,7 +3,10 @@
     python benchmark/studies/speed.py            the whole table; leave the machine alone meanwhile
     python benchmark/studies/speed.py --quick    the same table sooner, with more noise
     python benchmark/studies/speed.py --atari    mpo_atari.py on Pong against DQN, its own table
-    python benchmark/studies/speed.py --compare OLD.py      mpo_continuous.py against another of it
+    python benchmark/studies/speed.py --compare 8b9d80d     mpo_continuous.py against that commit's
+
+--compare also takes a file. A commit may be 8b9d80d, of before the rebuilding, or one since
+7ef5e73.
 
 Columns: gradient steps per second of the script's own update (replay sample, losses, backward,
 clipping, Adam); how many times per second the matrix products of that update alone can be done, and
@@ -29,6 +32,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -70,7 +74,7 @@ class Continuous:
         groups = [
             {"params": list(policy.parameters()), "lr": args.policy_learning_rate},
             {"params": list(critic.parameters()), "lr": args.learning_rate},
-            {"params": list(self.agent.parameters(recurse=False)), "lr": args.multiplier_rate},
+            {"params": list(self.agent.parameters(recurse=False)), "lr": 2e-3},
         ]
         self.optimiser = torch.optim.Adam(groups, fused=True)
         self.replay = script.Replay(args.buffer_size, *self.sizes)
@@ -82,25 +86,24 @@ class Continuous:
         return (make(*self.sizes, self.args) for make in (self.script.Policy, self.script.Critic))
 
     def collect(self):
-        seed = self.script.episode_seed(1, 0, next(self.numbers))
-        self.replay.add_episode(
-            self.script.run_episode(self.env, self.agent.policy, seed, self.args)
-        )
+        number, policy = next(self.numbers), self.agent.policy
+        self.replay.add_episode(self.script.run_episode(self.env, policy, self.args, number))
+
+    def sample(self):
+        return self.replay.sample(self.args.batch_size, self.args.window, "cpu")
 
     def update(self):
-        batch, args = self.replay.sample(self.args.batch_size, self.args.window), self.args
-        noise = torch.randn(*batch.state.shape[:2], args.num_samples, self.sizes[1])
-        self.step(batch, noise)
+        batch, samples = self.sample(), self.args.num_samples
+        self.step(batch, torch.randn(*batch.state.shape[:2], samples, self.sizes[1]))
 
     def step(self, batch, noise):
-        losses, metrics = self.losses(self.agent, batch, noise, self.args)
-        metrics |= self.script.gradient_step(self.agent, self.optimiser, losses, self.args)
+        losses, _ = self.losses(self.agent, batch, noise, self.args)
+        self.script.gradient_step(self.agent, self.optimiser, losses)
 
     def live(self):
         self.collect()
         for _ in range(self.args.time_limit):
             self.update()
-        self.agent.copy_targets()
 
     def products(self):
         """Layers (rows, inputs, outputs) of the forward passes, of those with a gradient of W, and
@@ -124,9 +127,10 @@ class Continuous:
 
 
 class BeforeRows(Continuous):
-    """The form that the scripts had before they were rebuilt, for --compare."""
+    """The form that the script had before it was rebuilt, for --compare."""
 
     def networks(self):
+        torch.zeros(2**23)  # as main() did: glibc then keeps freed memory; it helps ours as much
         script, args = self.script, self.args
         names = ("initial_std", "min_std", "max_std", "covariance", "bound_mean")
         options = {name: getattr(args, name) for name in names}
@@ -137,6 +141,9 @@ class BeforeRows(Continuous):
         seed = self.script.episode_seed(1, 0, next(self.numbers))
         episode = self.script.collect_episode(self.env, self.agent.policy, seed, "cpu")
         self.replay.add_episode(**episode)
+
+    def sample(self):
+        return self.replay.sample(self.args.batch_size, self.args.window)
 
     def step(self, batch, noise):
         agent, optimiser = self.agent, self.optimiser
@@ -169,20 +176,19 @@ class Atari:
         self.script, self.args = script, script.Args(buffer_size=100_000, threads=1)
         self.env = script.make_env(self.args, self.args.num_envs)
         space, actions = self.env.single_observation_space, int(self.env.single_action_space.n)
-        policy, critic = (
-            make(space.shape, actions, self.args) for make in (script.Policy, script.Critic)
-        )
+        sizes = space.shape, actions, self.args
+        policy, critic = script.Policy(*sizes), script.Critic(*sizes)
         self.agent = script.Agent(policy, critic, eta=1.0, eta_pi=10.0)
         self.optimiser = torch.optim.Adam(self.agent.parameters(), 1e-4, fused=True)
         replay = script.FrameReplay(self.args.buffer_size, self.args.num_envs, space, "unused")
-        self.replay, self.games = replay, script.play(self.env, replay, policy, 1, self.args)
+        self.replay, self.games = replay, script.play(self.env, replay, policy, self.args)
         for _ in range(100):
             next(self.games)
 
     def update(self):
-        batch = self.replay.sample(self.args.batch_size, self.args.window)
-        losses, metrics = self.script.discrete_losses(self.agent, batch, self.args)
-        metrics |= self.script.gradient_step(self.agent, self.optimiser, losses, self.args)
+        batch = self.replay.sample(self.args.batch_size, self.args.window, "cpu")
+        losses, _ = self.script.discrete_losses(self.agent, batch, self.args)
+        self.script.gradient_step(self.agent, self.optimiser, losses)
 
     def live(self):
         """Eight agent steps and two updates."""
@@ -294,18 +300,20 @@ def measure_memory(options):
 
 
 def measure_compared(options):
-    """Gradient steps per second of mpo_continuous.py and of another form of it, at equal sizes."""
+    """Rates of mpo_continuous.py and of another form of it, at equal sizes."""
     ours, other = load_script(ROOT / SCRIPTS[0]), load_script(options.compare)
     sizes = {name: getattr(ours.Args(), name) for name in SIZES}
-    update = {}
+    update, live = {}, {}
     for mode in modes(options):
         for name, script in (("here", ours), ("there", other)):
             form = Continuous if hasattr(script, "Rows") else BeforeRows
             learner = form(script, mode == "compiled", options.steps, sizes)
             learner.update()
-            update[f"{name} {mode}"] = learner.update
+            update[f"{name} {mode}"], live[f"{name} {mode}"] = learner.update, learner.live
     take_turns(update, 1, 10, 1)
-    return {"updates": take_turns(update, options.rounds, options.updates, 1)}
+    updates = take_turns(update, options.rounds, options.updates, 1)
+    steps = take_turns(live, options.rounds // 3 + 1, 1, options.steps)
+    return {"updates": updates, "steps": steps}
 
 
 def measure_atari(options):
@@ -318,6 +326,21 @@ def measure_atari(options):
         "steps": take_turns(live, options.rounds, options.updates // 2, 8),
         "alone": take_turns({"games": ours.play}, options.rounds, options.updates, 8)["games"],
     }
+
+
+def script_of(name, folder):
+    """A file, or the file in this folder that mpo_continuous.py was at a commit."""
+    if Path(name).is_file():
+        return name
+    command = ["git", "-C", str(ROOT), "show", f"{name}:{SCRIPTS[0]}"]
+    shown = subprocess.run(command, capture_output=True)
+    if shown.returncode:
+        sentence = f"{name} is neither a file nor a commit that has {SCRIPTS[0]}."
+        print(f"speed.py: {sentence}", file=sys.stderr)
+        raise SystemExit(2)
+    path = Path(folder) / SCRIPTS[0]
+    path.write_bytes(shown.stdout)
+    return str(path)
 
 
 def run_child(threads, *more):
@@ -362,10 +385,14 @@ def compared_table(results):
     for threads, found in results.items():
         for mode in ("eager", "compiled"):
             if f"here {mode}" in found["updates"]:
-                pair = [found["updates"][f"{name} {mode}"] for name in ("there", "here")]
-                medians = [f"{statistics.median(rates):.1f}" for rates in pair]
-                rows.append([mode, threads, *medians, ratio(*pair[::-1])])
-    return markdown("mode|threads|there, gradient steps/s|here|here / there", rows)
+                cells = []
+                for what in ("updates", "steps"):
+                    there, here = (found[what][f"{name} {mode}"] for name in ("there", "here"))
+                    cells += [f"{statistics.median(rates):.1f}" for rates in (there, here)]
+                    cells.append(ratio(here, there))
+                rows.append([mode, threads, *cells])
+    head = "mode|threads|there, gradient steps/s|here|here / there"
+    return markdown(f"{head}|there, environment steps/s|here|here / there", rows)
 
 
 def atari_table(results):
@@ -385,7 +412,7 @@ def atari_table(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scripts", nargs="+", default=list(SCRIPTS), help="which ones")
-    parser.add_argument("--compare", default="", help="another form of mpo_continuous.py, a file")
+    parser.add_argument("--compare", default="", help="a commit, or a file: another form of it")
     parser.add_argument("--atari", action="store_true", help="measure mpo_atari.py, nothing else")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled updates out")
     parser.add_argument("--threads", nargs="+", type=int, help="default: 1 2; to compare: 1")
@@ -406,10 +433,12 @@ def main():
         return print(json.dumps((measure_memory if options.memory else measure)(options)))
 
     results = {}
-    for threads in options.threads or ([1] if options.compare else [1, 2]):
-        found = results[str(threads)] = run_child(threads)
-        if measure is measure_speed:
-            found["memory"] = {x: run_child(threads, "--memory", x) for x in found["steps"]}
+    with tempfile.TemporaryDirectory() as folder:
+        other = ["--compare", script_of(options.compare, folder)] if options.compare else []
+        for threads in options.threads or ([1] if options.compare else [1, 2]):
+            found = results[str(threads)] = run_child(threads, *other)
+            if measure is measure_speed:
+                found["memory"] = {x: run_child(threads, "--memory", x) for x in found["steps"]}
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     named = ("torch", "stable-baselines3")
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in named)

@@ -1,4 +1,4 @@
-"""benchmark/plot.py, run as its users do, on a few made-up rows."""
+"""benchmark/plot.py on a few made-up rows."""
 
 import csv
 import json
@@ -17,8 +17,7 @@ GAUSSIAN = {"epsilon_mu": 0.005}  # a setting that the scripts for continuous ac
 
 
 def run_plot(*words):
-    command = [sys.executable, ROOT / "benchmark" / "plot.py", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True)
+    plot.main(list(map(str, words)))
 
 
 def make_run(folder, columns, unfinished="", **settings):
@@ -43,7 +42,8 @@ def test_runs_of_scripts_with_different_columns_are_drawn_in_one_png(tmp_path):
     first = make_run(tmp_path / "first", returns | mpo, unfinished="4000,5", **GAUSSIAN)
     second = make_run(tmp_path / "second", returns | {"mpo/of_another_script": (1, -2, 3)})
     output = tmp_path / "new" / "curves.png"
-    done = run_plot(first, second, "--output", output)
+    words = [sys.executable, ROOT / "benchmark/plot.py", first, second, "--output", output]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert output.read_bytes().startswith(b"\x89PNG") and str(output) in done.stdout
     figure = plot.draw([plot.read_run(first), plot.read_run(second)])
@@ -72,11 +72,12 @@ def test_an_evaluation_is_labelled_with_the_action_that_its_script_takes(
 def test_a_run_with_one_row_and_no_update_yet_is_drawn(tmp_path):
     columns = {"charts/episodic_return": (10, "", ""), "mpo/eta": ("", "", "")}
     run, output = make_run(tmp_path / "run", columns), tmp_path / "plot.png"
-    assert run_plot(run, "--output", output).returncode == 0 and output.exists()
+    run_plot(run, "--output", output)
+    assert output.exists()
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "no rows", "no settings", "no such format"])
-def test_what_cannot_be_drawn_is_refused_in_one_sentence(tmp_path, what):
+def test_what_cannot_be_drawn_is_refused_in_one_sentence(tmp_path, capsys, what):
     run, output = tmp_path / "run", tmp_path / "plot.png"
     if what == "empty":
         run.mkdir()
@@ -88,8 +89,9 @@ def test_what_cannot_be_drawn_is_refused_in_one_sentence(tmp_path, what):
         (run / "args.json").write_text("{")
     if what == "no such format":
         output = tmp_path / "plot.nonsense"
-    done = run_plot(run, "--output", output)
-    named = output if what == "no such format" else run
-    assert done.returncode == 2 and str(named) in done.stderr and not output.exists()
-    assert done.stderr.startswith("plot.py: ") and done.stderr.endswith(".\n")
-    assert done.stderr.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        run_plot(run, "--output", output)
+    sentence, named = capsys.readouterr().err, output if what == "no such format" else run
+    assert str(named) in sentence and not output.exists()
+    assert sentence.startswith("plot.py: ") and sentence.endswith(".\n")
+    assert sentence.count("\n") == 1

@@ -1,5 +1,6 @@
 """benchmark/studies: that they measure what they say."""
 
+import runpy
 import subprocess
 import sys
 
@@ -7,7 +8,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from conftest import ROOT
-from running import surroundings, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpo_continuous
@@ -15,6 +15,7 @@ import mpo_continuous
 STUDIES = ROOT / "benchmark" / "studies"
 sys.path.insert(0, str(STUDIES))
 
+import learning  # noqa: E402
 import sensitivity  # noqa: E402
 import speed  # noqa: E402
 
@@ -60,17 +61,18 @@ def test_the_riccati_controller_is_the_optimum_of_the_discounted_cost(monkeypatc
             assert cost(other) > best
 
 
-def test_a_run_of_the_script_is_compared_with_the_optimum(tmp_path):
+def test_a_run_of_the_script_is_compared_with_the_optimum(tmp_path, monkeypatch, capsys):
     # the optimal gain is that of a long episode
-    whole = dict(time_limit=0, learning_starts=1000, total_timesteps=1001, updates_per_step=0.05)
-    settings = tiny(env_id=LQR, run_dir=str(tmp_path / "run"), **whole)
-    pipes = dict(cwd=ROOT, env=surroundings(), capture_output=True, text=True)
-    trained = subprocess.run([sys.executable, "mpo_continuous.py", *settings], **pipes)
-    assert trained.returncode == 0, trained.stderr
-    command = [sys.executable, str(STUDIES / "lqr.py"), str(tmp_path / "run"), "2"]
-    done = subprocess.run(command, **pipes)
-    assert done.returncode == 0, done.stderr
-    learned, optimal, ratio = (float(word.rstrip(",")) for word in done.stdout.split()[3::2])
+    whole = dict(time_limit=300, learning_starts=300, total_timesteps=301, updates_per_step=0.05)
+    settings = dict(env_id=LQR, run_dir=str(tmp_path / "run"), policy_layers=(16, 16), **whole)
+    monkeypatch.chdir(ROOT)
+    mpo_continuous.main(mpo_continuous.Args(eval_episodes=1, **settings))
+    monkeypatch.setattr(sys, "argv", ["lqr.py", str(tmp_path / "run"), "2"])
+    capsys.readouterr()
+    runpy.run_path(str(STUDIES / "lqr.py"), run_name="__main__")
+    learned, optimal, ratio = (
+        float(word.rstrip(",")) for word in capsys.readouterr().out.split()[3::2]
+    )
     assert 0 < optimal < learned and ratio == pytest.approx(learned / optimal, abs=0.01)
 
 
@@ -97,16 +99,88 @@ def test_speed_py_updates_as_the_script_does():
     assert not any(name.startswith("target") for name in changed)
 
 
-def test_two_forms_of_the_script_are_timed_in_turns(tmp_path):
+def test_two_forms_of_the_script_are_timed_in_turns(tmp_path, monkeypatch):
     other = tmp_path / "other.py"
     other.write_text((ROOT / "mpo_continuous.py").read_text())
-    words = ["--compare", other, "--quick", "--rounds", "1", "--no-compile"]
-    command = [sys.executable, STUDIES / "speed.py", *words, "--output", tmp_path / "out.json"]
-    done = subprocess.run(command, env=surroundings(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ["--compare", other, "--quick", "--rounds", "1", "--no-compile", "--output"]
+    monkeypatch.setattr(sys, "argv", ["speed.py", *map(str, words), str(tmp_path / "out.json")])
+    speed.main()
     row = (tmp_path / "out.md").read_text().splitlines()[2].strip("|").split("|")
-    there, here, ratio = map(float, row[2:])
-    assert row[:2] == ["eager", "1"] and ratio == pytest.approx(here / there, rel=0.1)
+    assert row[:2] == ["eager", "1"] and len(row) == 8
+    for cells in (row[2:5], row[5:]):
+        there, here, ratio = map(float, cells)
+        assert ratio == pytest.approx(here / there, rel=0.1)
+
+
+def test_a_form_to_compare_with_may_be_a_commits(tmp_path, capsys):
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%H", "--", "mpo_continuous.py"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    if not commit:
+        pytest.skip("no git, or no history, here")
+    assert speed.Continuous(speed.load_script(speed.script_of(commit, tmp_path)), False, 20)
+    with pytest.raises(SystemExit, match="2"):
+        speed.script_of("nothing", tmp_path)
+    assert "nothing is neither a file nor a commit" in capsys.readouterr().err
+
+
+# ---- learning.py.
+def make_runs(results, name, returns):
+    """Runs of 60,000 steps whose evaluations from 40,000 on are these, give or take 30."""
+    for (task, seed), value in returns.items():
+        path = results / name / task / f"seed{seed}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        evaluated = [0, 0, 0, value - 30, value, value + 30]
+        rows = [f"{10_000 * n},0,{x},0,{x}" for n, x in enumerate(evaluated, start=1)]
+        rows.insert(1, "15000,0,,0,")
+        lines = ["# commit: abc1234", "env_steps,train_return,eval_return,seconds,eval_returns"]
+        path.write_text("\n".join([*lines, *rows]) + "\n")
+
+
+def cells(text):
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    return {line[0]: dict(zip(lines[0], line)) for line in lines[2:]}
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    chosen = {"base": (None, []), "small": ("base", ["--window", "1"]), "none": ("base", ["-x"])}
+    monkeypatch.setattr(learning, "SETTINGS", chosen)
+
+
+def test_a_setting_is_compared_on_the_runs_that_it_shares_with_the_one_it_changes(
+    tmp_path, settings
+):
+    base = {("walker-walk", 11): 100, ("walker-walk", 12): 300, ("cheetah-run", 11): 50}
+    small = {("walker-walk", 11): 200, ("cheetah-run", 11): 90, ("finger-spin", 11): 999}
+    make_runs(tmp_path, "base", base)
+    make_runs(tmp_path, "small", small)
+    cut = tmp_path / "small/walker-walk/seed12.csv"  # a run that ended early says nothing
+    cut.write_text((tmp_path / "base/walker-walk/seed12.csv").read_text().rpartition("60000")[0])
+    table = cells(learning.table(tmp_path))
+    assert list(table) == ["base", "small"]
+    assert table["base"]["walker-walk"] == "100 300" and table["small"]["walker-walk"] == "200 –"
+    assert table["small"]["finger-spin"] == "999 –" and table["small"]["hopper-stand"] == "– –"
+    counts = {name: row["shared runs"] for name, row in table.items()}
+    assert counts == {"base": "3", "small": "2"}
+    assert table["base"]["score"] == "125" and table["base"]["difference"] == "–"
+    assert table["small"]["score"] == "145"  # of walker-walk 200, of cheetah-run 90
+    # they gain 100 and 40: the mean of the two has the standard error 42.4 / sqrt 2
+    assert table["small"]["difference"] == "+70" and table["small"]["standard error"] == "30"
+    assert table["small"]["changes"] == "base: --window 1"
+
+
+def test_a_setting_without_a_run_in_common_is_shown_and_not_compared(tmp_path, settings):
+    make_runs(tmp_path, "base", {("walker-walk", 11): 100})
+    make_runs(tmp_path, "small", {("walker-walk", 12): 200})
+    row = cells(learning.table(tmp_path))["small"]
+    assert row["walker-walk"] == "– 200" and row["shared runs"] == "0"
+    assert {row[name] for name in ("score", "difference", "standard error")} == {"–"}
+    make_runs(tmp_path, "small", {("walker-walk", 11): 130})
+    row = cells(learning.table(tmp_path))["small"]
+    assert row["difference"] == "+30" and row["standard error"] == "–"  # one task, no spread
+    with_all = {(task, seed): 1 for task in learning.TASKS for seed in learning.SEEDS}
+    make_runs(tmp_path, "base", with_all)
+    assert cells(learning.table(tmp_path))["base"]["shared runs"] == "12"
 
 
 # ---- sensitivity.py.

@@ -3,27 +3,15 @@
 import functools
 import itertools
 import math
-import tempfile
 
+import helpers
 import pytest
 import torch
 from conftest import scripts_with
 
 all_scripts = pytest.mark.parametrize("script", scripts_with("lagrangian", "Agent", "main"))
-CEILING, FLOOR = 2e4, 1e-6
-
-
-@functools.cache
-def trained(script):
-    """The settings and the checkpoint of a short run: what the script's own main() sets up."""
-    sizes = dict(env_id="Pendulum-v1", time_limit=10, batch_size=2, eval_episodes=1, threads=1)
-    if hasattr(script, "play"):
-        sizes |= dict(env_id="CartPole-v1", num_envs=2, layers=(8,))
-    times = dict(learning_starts=50, total_timesteps=100, updates_per_step=0.1, buffer_size=1000)
-    with tempfile.TemporaryDirectory() as folder:
-        args = script.Args(run_dir=f"{folder}/run", **sizes, **times)
-        script.main(args)
-        return args, torch.load(f"{folder}/run/checkpoint.pt", weights_only=True)
+trained = functools.cache(helpers.trained)  # once for each script
+CEILING, FLOOR, RATE = 2e4, 1e-6, 2e-3
 
 
 def own_optimiser(script, agent):
@@ -41,7 +29,7 @@ def one_multiplier(script, start):
 def test_policy_critic_and_multipliers_are_all_moved_each_at_its_own_rate(script):
     args, saved = trained(script)
     groups, agent = saved["optimiser"]["param_groups"], saved["agent"]
-    rates = [args.policy_learning_rate, args.learning_rate, args.multiplier_rate]
+    rates = [args.policy_learning_rate, args.learning_rate, RATE]
     assert [group["lr"] for group in groups] == rates
     moved = [saved["optimiser"]["state"][i]["exp_avg"] for group in groups for i in group["params"]]
     names = [name for name in agent if name.startswith("policy.")]
@@ -58,14 +46,16 @@ def test_a_multiplier_whose_bound_cannot_be_kept_or_never_binds_rests_at_an_end(
     script, step, kl, end
 ):
     agent = one_multiplier(script, start=1.0)
+    agent.critic.weight.data.fill_(100.0)  # beyond the ends, which are the multipliers' own
     optimiser = torch.optim.Adam(agent.parameters(recurse=False), lr=1.0, betas=(0.0, 0.0))
     path = []
     for _ in range(25):
         losses = {"multipliers": script.lagrangian(agent.log_eta.exp(), 1.0, torch.tensor(kl))[0]}
-        step(agent, optimiser, losses, trained(script)[0])
+        step(agent, optimiser, losses)
         path.append(agent.log_eta.item())
     assert path[0] == pytest.approx(math.copysign(1, math.log(end)), rel=1e-6)
     assert path[-2] == path[-1] == pytest.approx(math.log(end), rel=1e-6)
+    assert agent.critic.weight.item() == 100.0
 
 
 @all_scripts
@@ -78,19 +68,19 @@ def test_a_multiplier_that_needs_ten_thousand_is_not_cut_off(script, step):
         eta = agent.log_eta.exp()
         x = gain / eta.detach()  # the exact M-step
         losses = {"multipliers": script.lagrangian(eta, epsilon, x.square() / 2)[0]}
-        step(agent, optimiser, losses, trained(script)[0])
+        step(agent, optimiser, losses)
     assert agent.log_eta.exp().item() == pytest.approx(1e4, rel=0.01)
 
 
 @all_scripts
 def test_a_multiplier_thrown_to_the_ceiling_by_a_burst_comes_back_within_2000_updates(script, step):
     """KL about its bound, then ten times it until the ceiling, then none: down to a fiftieth."""
-    args, epsilon, agent = trained(script)[0], 1e-4, one_multiplier(script, start=5000.0)
+    epsilon, agent = 1e-4, one_multiplier(script, start=5000.0)
     optimiser = own_optimiser(script, agent)
 
     def move(kl):
         losses = {"multipliers": script.lagrangian(agent.log_eta.exp(), epsilon, kl * epsilon)[0]}
-        step(agent, optimiser, losses, args)
+        step(agent, optimiser, losses)
         return agent.log_eta.exp().item()
 
     for kl in 2 * torch.rand(200):
@@ -104,12 +94,12 @@ def test_a_multiplier_thrown_to_the_ceiling_by_a_burst_comes_back_within_2000_up
 @all_scripts
 def test_no_step_of_a_multiplier_is_longer_than_its_rate_and_a_burst_is_soon_forgotten(script):
     """Gradients of 1, then a burst of 10 for twenty updates, then its opposite."""
-    agent, rate = one_multiplier(script, start=1.0), trained(script)[0].multiplier_rate
+    agent = one_multiplier(script, start=1.0)
     optimiser, path = own_optimiser(script, agent), [0.0]
     for gradient in [1.0] * 30 + [-10.0] * 20 + [1.0] * 100:
         agent.log_eta.grad = torch.full_like(agent.log_eta, gradient)
         optimiser.step()
         path.append(agent.log_eta.item())
     steps = [after - before for before, after in itertools.pairwise(path)]
-    assert max(map(abs, steps)) <= rate * (1 + 1e-3)
-    assert min(steps[100:]) < -0.99 * rate  # full speed back
+    assert max(map(abs, steps)) <= RATE * (1 + 1e-3)
+    assert min(steps[100:]) < -0.99 * RATE  # full speed back

@@ -13,8 +13,8 @@ from helpers import (
     make_policy,
     normal,
     numbers,
-    small_agent,
     small_args,
+    trained,
 )
 
 with_networks = pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_the_policys_factor_is_lower_triangular_with_a_positive_diagonal(script,
 
 
 @with_networks
-@pytest.mark.parametrize("initial_std, max_std", [(0.2, 0), (0.5, 0), (1.5, 0), (0.5, 0.7)])
+@pytest.mark.parametrize("max_std", [1e6, 2.0, 0.7])
 def test_the_untrained_policy_has_the_standard_deviation_asked_for_about_a_mean_near_zero(
-    script, initial_std, max_std
+    script, max_std
 ):
-    policy = make_policy(script, script.Args(initial_std=initial_std, max_std=max_std), 3)
+    policy = make_policy(script, script.Args(max_std=max_std), 3)
     mean, cholesky = policy(normal(numbers(4), 40, STATE_SIZE))
-    target = initial_std * torch.eye(3).double().expand_as(cholesky)
+    target = 0.5 * torch.eye(3).double().expand_as(cholesky)
     torch.testing.assert_close(cholesky, target, rtol=0.03, atol=0.02)
     assert mean.abs().max() < 0.02
     torch.nn.init.zeros_(policy.factor.weight)
@@ -105,21 +105,20 @@ def test_the_untrained_policy_has_the_standard_deviation_asked_for_about_a_mean_
 
 @with_networks
 def test_the_diagonal_of_the_factor_is_softplus_above_its_least_value(script):
-    args = small_args(script, initial_std=0.5, min_std=0.1, max_std=0)
-    policy = make_policy(script, args)
+    policy = make_policy(script, small_args(script))
     torch.nn.init.zeros_(policy.factor.weight)
     for raw in (-1e3, -1.0, 2.0):
         torch.nn.init.constant_(policy.factor.bias, raw)
         cholesky = policy(torch.ones(STATE_SIZE).double())[1]
-        exact = 0.1 + math.log1p(math.exp(raw + math.log(math.expm1(0.4))))
-        assert cholesky.diagonal().tolist() == pytest.approx([exact, exact], rel=1e-9)
-        assert cholesky[1, 0].item() == pytest.approx(raw, rel=1e-9)
+        exact = 0.01 + math.log1p(math.exp(raw + math.log(math.expm1(0.49))))
+        assert cholesky.diagonal().tolist() == pytest.approx([exact, exact], rel=1e-6)
+        assert cholesky[1, 0].item() == pytest.approx(raw, rel=1e-6)
 
 
 @with_networks
 @pytest.mark.parametrize("max_std", [0.7, 2.0])
 def test_no_standard_deviation_reaches_max_std_and_correlations_stay(script, max_std):
-    options = [small_args(script, initial_std=0.5, max_std=x) for x in (max_std, 0)]
+    options = [small_args(script, max_std=x) for x in (max_std, 1e9)]  # 1e9 bounds nothing here
     bounded, free = (make_policy(script, args) for args in options)
     bounded.load_state_dict(free.state_dict())
     bounded.offset, states = free.offset, normal(numbers(7), 20, STATE_SIZE)
@@ -135,6 +134,22 @@ def test_no_standard_deviation_reaches_max_std_and_correlations_stay(script, max
         correlation = sigma / (std.unsqueeze(-1) * std.unsqueeze(-2))
         free_correlation = free_sigma / (free_std.unsqueeze(-1) * free_std.unsqueeze(-2))
         torch.testing.assert_close(correlation, free_correlation)
+
+
+@with_networks
+def test_the_default_bound_is_none_that_float32_could_show(script):
+    policy = make_policy(script, small_args(script))
+    below = normal(numbers(8), *policy.factor.weight.shape)
+    policy.factor.weight.data.copy_(3 * below)
+    state = normal(numbers(9), 20, STATE_SIZE)
+    factor = policy(state)[1]
+    raw = policy.factor(policy.hidden(state)).unflatten(-1, (ACTION_SIZE, ACTION_SIZE))
+    expected = F.softplus(raw + math.log(math.expm1(0.49))) + 0.01
+    assert factor.abs().max() > 2
+    torch.testing.assert_close(
+        factor.diagonal(dim1=-2, dim2=-1), expected.diagonal(dim1=-2, dim2=-1), rtol=1e-9, atol=0
+    )
+    torch.testing.assert_close(factor.tril(-1), raw.tril(-1), rtol=1e-9, atol=0)
 
 
 @with_networks
@@ -173,17 +188,14 @@ def test_the_targets_start_equal_and_only_what_is_learned_has_a_gradient(script)
     assert all(x.requires_grad for x in multipliers.values())
 
 
-@with_agent
-def test_copying_the_targets_makes_them_equal_and_keeps_them_apart(script):
-    agent = small_agent(script, small_args(script))
-    pairs = [(agent.policy, agent.target_policy), (agent.critic, agent.target_critic)]
-
-    def equal(a, b):
-        return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters()))
-
-    assert [equal(*pair) for pair in pairs] == [False, False]
-    agent.copy_targets()
-    assert [equal(*pair) for pair in pairs] == [True, True]
-    for parameter in (*agent.policy.parameters(), *agent.critic.parameters()):
-        parameter.data.add_(1)
-    assert [equal(*pair) for pair in pairs] == [False, False]
+@pytest.mark.parametrize("script", scripts_with("Agent", "main"))
+@pytest.mark.parametrize("period, copied", [(3, False), (5, True), (11, False)])
+def test_copying_the_targets_makes_them_equal_and_keeps_them_apart(script, period, copied):
+    """Ten gradient steps by main(), which copies both targets after every `period` of them."""
+    periods = {"target_period": period}
+    if hasattr(script.Args, "policy_period"):
+        periods |= {"policy_period": period}
+    agent = trained(script, **periods)[1]["agent"]
+    for name in ("policy", "critic"):
+        pairs = [(x, agent[f"target_{key}"]) for key, x in agent.items() if key.startswith(name)]
+        assert pairs and all(torch.equal(*pair) for pair in pairs) == copied

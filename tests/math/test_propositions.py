@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import scripts_with
-from helpers import normal, number, numbers
+from helpers import categorical_kl, normal, number, numbers
 
 GAMMA, ALPHA = 0.9, 0.1
 with_e_step = pytest.mark.parametrize("script", scripts_with("improved_policy"))
@@ -54,16 +54,21 @@ def e_step(script, mdp, pi, alpha=ALPHA):
 
 
 # ---- Proposition 1.
-@pytest.mark.parametrize("script", scripts_with("categorical_kl"))
+@pytest.mark.parametrize("script", scripts_with("improved_policy", "temperature_dual"))
 @seeds
 def test_regularisation_costs_alpha_kl_a_step_so_it_never_raises_a_value(script, seed):
     mdp, logits = random_mdp(seed)
-    q, pi, v = random_policy(seed), random_policy(seed + 100), logits[:, 0]
-    kl = script.categorical_kl(q, pi.log())
-    torch.testing.assert_close(mdp.bellman(q, v) - mdp.bellman(q, v, pi), ALPHA * kl)
-    visits = torch.linalg.inv(torch.eye(4).double() - GAMMA * mdp.transitions(q))
-    torch.testing.assert_close(mdp.value(q) - mdp.value(q, pi), ALPHA * visits @ kl)
-    assert (kl > 0).all() and (script.categorical_kl(q, q.log()).abs() < 1e-12).all()
+    pi, v = random_policy(seed + 100), logits[:, 0]
+    scores, mask = mdp.r + GAMMA * mdp.p @ v, torch.ones(4).double()
+    best = script.improved_policy(ALPHA, scores, pi.log())  # the E-step's q, and any other
+    for q in (best, random_policy(seed)):
+        kl = categorical_kl(q, pi.log())
+        torch.testing.assert_close(mdp.bellman(q, v) - mdp.bellman(q, v, pi), ALPHA * kl)
+        visits = torch.linalg.inv(torch.eye(4).double() - GAMMA * mdp.transitions(q))
+        torch.testing.assert_close(mdp.value(q) - mdp.value(q, pi), ALPHA * visits @ kl)
+        assert (kl > 0).all()
+    g = script.temperature_dual(number(ALPHA), scores, pi.log(), 0.0, mask)
+    torch.testing.assert_close(mdp.bellman(best, v, pi).mean(), g)  # what the dual is made of
 
 
 # ---- Proposition 2.

@@ -9,6 +9,7 @@ from conftest import scripts_with
 from helpers import (
     ACTION_SIZE,
     STATE_SIZE,
+    copy_targets,
     double,
     episode,
     losses_of,
@@ -153,8 +154,8 @@ def learned_constant(script, terminated, length, gamma=0.8):
     torch.nn.init.zeros_(agent.critic.value.weight)
     torch.manual_seed(0)
     for _ in range(120):
-        agent.copy_targets()
-        batch = double(replay.sample(args.batch_size, args.window))
+        copy_targets(agent)
+        batch = double(replay.sample(args.batch_size, args.window, args.device))
         noise = normal(None, *batch.state.shape[:2], args.num_samples, ACTION_SIZE)
         critic_loss = losses_of(script)(agent, batch, noise, args)[0]["critic"]
         (gradient,) = torch.autograd.grad(critic_loss, agent.critic.value.bias)
@@ -214,7 +215,7 @@ def test_a_window_never_leaks_across_a_reset(script, capacity, terminated):
             states[:, 0] = number
             replay.add_episode(episode(script, states, terminated, seed=seed))
         torch.manual_seed(3)
-        batch = double(replay.sample(args.batch_size, args.window))
+        batch = double(replay.sample(args.batch_size, args.window, args.device))
         middle = rows_of(batch, batch.state[:, 0, 0] == 1)
         assert set(valid(middle).sum(1).tolist()) == {1, 2, 3, 4}  # ends in each possible place
         noise = normal(numbers(4), *middle.state.shape[:2], args.num_samples, ACTION_SIZE)
@@ -228,7 +229,7 @@ def test_a_window_never_leaks_across_a_reset(script, capacity, terminated):
 def test_the_trace_of_the_first_action_is_not_used_and_that_of_every_later_one_is(script):
     args = small_args(script)
     agent = small_agent(script, args)
-    agent.copy_targets()  # theta = theta_i, so that it is clear which policy the traces are of
+    copy_targets(agent)  # theta = theta_i, so that it is clear which policy the traces are of
     batch, noise = random_batch(script, args, agent, [args.window], [False])
     batch.behaviour_log_prob.add_(3)  # far more likely than under pi, so every c < 1
 

@@ -25,13 +25,13 @@ from packaging.utils import canonicalize_name
 from running import (
     CONTINUOUS,
     FIRST,
+    OUR_LINES,
     PATIENCE,
     SINGLE,
     TASK,
     flags,
     load,
     rows,
-    run,
     surroundings,
     timeless,
     tiny,
@@ -46,11 +46,6 @@ else:
 
 FILES = sorted(ROOT.glob("mpo_*.py"))
 DIFFER_BY_NATURE = {"Args", "make_env", "Policy", "Critic", "main"}
-OUR_LINES = [  # what a start prints where it is not a terminal
-    r"\S+: writing to \S+",
-    r"step [\d,]+: the mean action returns \S+",
-    r"done; everything is in \S+",
-]
 
 
 @pytest.fixture(scope="module", params=CONTINUOUS)
@@ -116,7 +111,6 @@ def test_a_script_copied_alone_runs_with_no_package_but_those_its_header_names(s
     name = rf"dm_control-cartpole-swingup-v0__{script.__name__}__3__\d+"
     assert re.fullmatch(name, run_dir.name)
     kinds = {name.split(".")[0] for name in os.listdir(run_dir)}
-    kinds -= {"worker0-200"}  # the replay of mpo_distributed.py's only worker
     assert kinds == {"args", "checkpoint", "events", "lock", "model", "progress"}
     assert len(rows(run_dir)) == 3
 
@@ -138,21 +132,6 @@ def test_a_process_that_these_tests_fork_does_what_one_of_its_own_does(script, s
     assert all(torch.equal(ours["policy"][name], x) for name, x in theirs["policy"].items())
 
 
-@pytest.mark.parametrize("script", FIRST, indirect=True)  # a minute; the others use its lines
-def test_a_compiled_run_prints_our_lines_only_and_learns_what_an_eager_one_does(
-    script, started, tmp_path
-):
-    compiled = train(script, tiny(seed=3, compile=True, run_dir="run"), tmp_path, cold=True)
-    assert compiled.err == ""
-    for line in compiled.out.splitlines():
-        assert any(re.fullmatch(pattern, line) for pattern in OUR_LINES), line
-    names = ("losses/critic", "losses/policy", "losses/multipliers", "mpo/eta", "mpo/q_mean")
-    for ours, eager in zip(rows(tmp_path / "run"), rows(started[1]), strict=True):
-        for name in names:
-            a, b = float(ours[name]), float(eager[name])
-            assert math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-5), name
-
-
 def test_the_smallest_value_of_every_setting_runs_with_finite_numbers(script, tmp_path):
     least = dict(num_samples=1, window=1, batch_size=1, time_limit=1, gamma=1e-9, buffer_size=2)
     least |= dict(policy_layers=(1,), critic_layers=(1,), learning_starts=1, total_timesteps=5)
@@ -161,6 +140,7 @@ def test_the_smallest_value_of_every_setting_runs_with_finite_numbers(script, tm
     table = rows(tmp_path / "run")
     assert process.err == "" and len(table) == 5
     for row in table:
+        assert math.isnan(float(row.pop("mpo/q_minus_return")))  # which needs episodes of 500 steps
         assert all(math.isfinite(float(value)) for value in row.values())
 
 
@@ -255,14 +235,17 @@ def test_the_requirements_in_a_script_are_its_imports_and_as_the_project_has_the
     assert inline["requires-python"] == project["requires-python"]
 
 
-# The goal is 650 and 6,000, for mpo_atari and mpo_distributed 720 and 6,600. Until it is met these
-# are what the scripts have: none may grow.
-MOST = {
-    "mpo_continuous": (726, 6218),
-    "mpo_parametric": (737, 6273),
-    "mpo_atari": (797, 6808),
-    "mpo_distributed": (815, 6994),
+# Lines and tokens: the goal, and where it is not met yet what a script has. None may grow.
+GOAL = {
+    "mpo_continuous": (650, 6000),
+    "mpo_parametric": (650, 6000),
+    "mpo_atari": (720, 6600),
+    "mpo_distributed": (720, 6600),
 }
+CEILING = {
+    "mpo_continuous": (676, 6000),
+}
+MOST = GOAL | CEILING
 
 
 @every_file
@@ -313,13 +296,15 @@ def settings_of(script):
     return {field.name: helps[field.name] for field in dataclasses.fields(script.Args)}
 
 
-@pytest.mark.parametrize("script", SINGLE, indirect=True)
-def test_help_shows_a_line_for_every_setting(script, tmp_path):
+def test_help_shows_a_line_for_every_setting(script, monkeypatch, capsys):
     helps = settings_of(script)
     assert len(helps) > 30 and min(map(len, helps.values())) >= 10
-    process = run(script, ["--help"], tmp_path, cold=True, environment={"COLUMNS": "100"})
-    assert (process.returncode, process.err) == (0, "")
-    shown = re.sub(r"[│╭╮╰╯─\s]+", " ", process.out)
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stop:
+        script.parse_args(["--help"])
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.err) == (0, "")
+    shown = re.sub(r"[│╭╮╰╯─\s]+", " ", printed.out)
     for name, text in helps.items():
         assert re.search(rf"--{name.replace('_', '-')}[ ,]", shown), name
         assert " ".join(text.split()) in shown
@@ -345,34 +330,37 @@ def test_paper_restores_every_printed_value_but_those_that_are_typed(script):
 
 # ---- What was learned: returns, films, and the policy in a program.
 @pytest.mark.parametrize("script", SINGLE, indirect=True)
-def test_evaluate_changes_nothing_and_agrees_with_the_run(script, started):
+def test_evaluate_changes_nothing_and_agrees_with_the_run(script, started, capsys):
     _, run_dir = started
     before = {path.name: path.read_bytes() for path in run_dir.iterdir()}
-    again = train(script, flags(evaluate=run_dir), run_dir).out  # as many episodes as the run had
     logged = float(rows(run_dir)[-1]["eval/episodic_return"])
-    assert again.startswith(f"{TASK}: mean {logged:.1f} of 1 episodes, ")
-    out = train(script, flags(evaluate=run_dir, eval_episodes=3), run_dir).out
-    found = re.fullmatch(rf"{TASK}: mean (\S+) of 3 episodes, from (\S+) to (\S+)\n", out)
-    mean, low, high = map(float, found.groups())
-    assert 0 <= low <= mean <= high <= 50
+    script.main(script.parse_args(flags(evaluate=run_dir)))  # as many episodes as the run had
+    assert capsys.readouterr().out == f"{TASK}: mean {logged:.1f} of [{logged:.1f}]\n"
+    script.main(script.parse_args(flags(evaluate=run_dir, eval_episodes=3)))
+    out = capsys.readouterr().out
+    found = re.fullmatch(rf"{TASK}: mean (\S+) of \[(\S+), (\S+), (\S+)\]\n", out)
+    mean, *returns = map(float, found.groups())
+    assert mean == pytest.approx(sum(returns) / 3, abs=0.11) and 0 <= min(returns) <= max(returns)
+    assert max(returns) <= 50 and returns[0] == pytest.approx(logged, abs=0.06)
     assert {path.name: path.read_bytes() for path in run_dir.iterdir()} == before
 
 
 @pytest.mark.parametrize("script", FIRST, indirect=True)
 def test_a_video_plays_at_true_speed_without_a_display(script, started, tmp_path):
+    """Of a saved policy, and of the first episode of an evaluation while training."""
     _, run_dir = started
     filmed = shutil.copytree(run_dir, tmp_path / "filmed")
     options = dict(cold=True, environment={"DISPLAY": ""})
     pendulum = tiny(env_id="InvertedPendulum-v5", time_limit=5, learning_starts=15, run_dir="other")
-    pendulum += flags(total_timesteps=20, capture_video=True)
+    pendulum += flags(total_timesteps=20, capture_video=True, eval_episodes=2)
     evaluation = flags(evaluate=filmed, capture_video=True)
     evaluated, trained = together(
         lambda: train(script, evaluation, tmp_path, **options),
         lambda: train(script, pendulum, tmp_path, **options),
     )
     assert (evaluated.err, trained.err) == ("", "")
-    # control steps of 0.01 s and of 0.04 s
-    for name, fps, frames, size in (("filmed", 100, 50, (360, 480)), ("other", 25, 5, None)):
+    # control steps of 0.01 s and of 0.04 s; the start, and a picture after each step
+    for name, fps, frames, size in (("filmed", 100, 51, (360, 480)), ("other", 25, 6, None)):
         reader = imageio.get_reader(tmp_path / name / "evaluation.mp4")
         assert reader.get_meta_data()["fps"] == fps
         pictures = list(reader.iter_data())
