@@ -86,7 +86,6 @@ class Args:
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
     covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
     max_std: float = 1e6  # what no standard deviation reaches, such as 1; 1e6 bounds nothing
-    noise_exponent: float = 0.0  # exploration noise has power 1/f^this in an episode; 0: white
 
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
@@ -239,7 +238,6 @@ def masked_mean(x, mask):
 
 
 # ---- E-step: q(a|s) = pi_i(a|s) exp(Q'(s,a)/eta) / Z(s), eta at the minimum of the convex dual g.
-# The integrals over actions are sums over samples from pi_i, whose prior weight is 1/M each.
 def temperature_dual(eta, scores, log_prior, epsilon, mask):
     """g(eta) = eta epsilon + eta E_s log sum_a exp(log_prior + Q'(s,a)/eta). scores [..., M]."""
     best = scores.amax(-1, keepdim=True)  # outside the exponent, so that float32 keeps the rest
@@ -252,8 +250,7 @@ def improved_policy(eta, scores, log_prior):
     return torch.softmax(log_prior + (scores - scores.amax(-1, keepdim=True)) / eta, dim=-1)
 
 
-# ---- M-step: maximise E_q log pi(a|s, theta) while the change of mean and covariance stays within
-# epsilon_mu and epsilon_sigma. C_mu + C_Sigma is KL(pi_i || pi).
+# ---- M-step: maximise E_q log pi(a|s, theta) where C_mu <= epsilon_mu, C_Sigma <= epsilon_sigma.
 def kl_mean(mean_i, mean, cholesky):
     """C_mu = 1/2 (mu - mu_i)^T Sigma^-1 (mu - mu_i). [..., A], [..., A, A] -> [...]."""
     change = (mean - mean_i).unsqueeze(-1)
@@ -290,7 +287,7 @@ class Replay:
         index = (self.head + torch.arange(len(episode.state))) % self.capacity
         for ring, new in zip(self.rows, episode):
             ring[index[-self.capacity :]] = new[-self.capacity :]
-        self.head = int(index[-1] + 1) % self.capacity
+        self.head = (self.head + len(index)) % self.capacity
         self.size = min(self.size + len(index), self.capacity)
 
     def sample(self, batch_size, window, device):
@@ -337,7 +334,7 @@ def compute_losses(agent, batch, noise, args):
     critic_loss = masked_mean((q - target).square(), valid)
 
     # E-step gradient: g(eta), then q(a|s)
-    log_prior = -math.log(args.num_samples)
+    log_prior = -math.log(args.num_samples)  # each sample stands for 1/M of pi_i
     eta = agent.log_eta.exp()
     dual_loss = temperature_dual(eta, scores, log_prior, args.epsilon, alive)
     weights = improved_policy(eta.detach(), scores, log_prior)
@@ -351,7 +348,7 @@ def compute_losses(agent, batch, noise, args):
     eta_mu, eta_sigma = agent.log_eta_mu.exp(), agent.log_eta_sigma.exp()
     bounds = [(eta_mu, args.epsilon_mu, c_mu), (eta_sigma, args.epsilon_sigma, c_sigma)]
     if args.joint_bound:
-        bounds = [(eta_mu, args.epsilon_mu, c_mu + c_sigma)]
+        bounds = [(eta_mu, args.epsilon_mu, c_mu + c_sigma)]  # which is KL(pi_i || pi)
     multiplier_terms, policy_terms = zip(*(lagrangian(*bound) for bound in bounds))
     multiplier_loss = dual_loss + sum(multiplier_terms)
     policy_loss = -(likelihood + sum(policy_terms))
@@ -391,27 +388,16 @@ def averaged_step(agent, optimiser, losses):
 
 
 # ---- Episodes, and the training loop.
-def coloured_noise(exponent, steps, action_size):
-    """z [steps, A], each N(0, 1), whose power over time falls as 1/f^exponent; 0 is white noise."""
-    frequency = torch.fft.fftfreq(steps).abs().clamp(min=1 / steps)  # a constant's: the slowest
-    amplitude = frequency ** (-exponent / 2)
-    amplitude /= amplitude.square().mean().sqrt()
-    spectrum = torch.fft.fft(torch.randn(steps, action_size), dim=0) * amplitude.unsqueeze(-1)
-    return torch.fft.ifft(spectrum, dim=0).real
-
-
 @torch.no_grad()
 def run_episode(env, policy, args, number, explore=True):
     """The rows of one episode, lived with the mean action unless to explore."""
     seed = np.random.SeedSequence((args.seed, explore, number)).generate_state(1)[0]
     state, _ = env.reset(seed=int(seed))
-    noise = torch.zeros(env.spec.max_episode_steps, *env.action_space.shape)
-    if explore:
-        noise = coloured_noise(args.noise_exponent, *noise.shape)
     rows, over = [], False
     while not over:
         mean, cholesky = policy(torch.as_tensor(state, dtype=torch.float32, device=args.device))
-        action = mean + cholesky @ noise[len(rows)].to(args.device)
+        z = torch.randn(len(mean)) if explore else torch.zeros(len(mean))
+        action = mean + cholesky @ z.to(args.device)
         log_prob = gaussian_log_prob(mean, cholesky, action.unsqueeze(0)).item()
         action = action.cpu().numpy()  # kept as drawn; environment and critic clip it
         next_state, reward, terminated, truncated, _ = env.step(action)
@@ -461,7 +447,7 @@ def main(args):
         {"params": agent.parameters(recurse=False), "lr": 2e-3, "betas": (0.9, 0.9)},
     ]
     optimiser = torch.optim.Adam(groups, fused=True)
-    replay = Replay(args.buffer_size, *sizes)
+    replay = Replay(args.buffer_size + 1, *sizes)  # the newest row is a final one
     run = GroupRun(args, store, replay, agent=agent, optimiser=optimiser)
     states = [agent.state_dict(), optimiser.state_dict(), run.done]
     dist.broadcast_object_list(states)  # all begin with rank 0's
@@ -724,8 +710,6 @@ def check(args):
         refuse(f"--gamma must be below 1, not {args.gamma}.")
     if args.max_std <= 0.5:
         refuse(f"--max-std must exceed 0.5, where the policy starts, not {args.max_std}.")
-    if args.buffer_size <= args.window:
-        refuse(f"--buffer-size must exceed --window, {args.window}.")
     if args.learning_starts >= args.total_timesteps:
         refuse(f"--total-timesteps must exceed --learning-starts, {args.learning_starts}.")
     try:

@@ -29,7 +29,7 @@ import torch
 os.environ.setdefault("MUJOCO_GL", "disabled")
 HERE = Path(__file__).resolve().parent
 # the quickest files first; those of a script's own come before them
-FILES = "networks noise losses retrace metrics m_step e_step replay multipliers".split()
+FILES = "networks losses retrace metrics m_step e_step replay multipliers".split()
 APART = "learns kill copied_alone refused_with help same_seed played video stopped process"
 SCRIPTS = ["mpo_continuous", "mpo_parametric", "mpo_atari", "mpo_distributed"]
 SECTIONS = ("# ---- Networks", "# ==== Plumbing")
@@ -77,6 +77,7 @@ SAME = [
     ("advantage_std.clamp(min=", "2e-06"),  # a floor that only keeps a quotient finite
     ("self.head = int(index[-1] + 1) ", "+"),  # the next index is taken modulo the capacity
     ("self.head = (self.head + len(index)) ", "+"),  # the same
+    (".generate_state(", "2"),  # more words, of which the first is taken
     ("in reversed(range(len(rest) - ", "2"),  # the final row has no reward to add
     ("vector_to_parameters(flat ", "*"),  # one worker here; tests/run has several
 ]

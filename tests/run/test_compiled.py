@@ -7,7 +7,7 @@ import pytest
 from running import FIRST, OUR_LINES, rows, tiny, train
 
 # small networks and windows: most of the time goes into the compiler's output, not into running it
-SMALL = dict(policy_layers=(16,), critic_layers=(16,), num_samples=2, window=2, noise_exponent=1.0)
+SMALL = dict(policy_layers=(16,), critic_layers=(16,), num_samples=2, window=2)
 
 
 @pytest.mark.parametrize("script", FIRST)  # half a minute; the others use its lines

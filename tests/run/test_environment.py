@@ -184,3 +184,14 @@ def test_manipulation_from_features_is_not_taken_for_vision(script, task):
 def test_a_task_that_must_be_drawn_is_refused_with_one_sentence(script, capsys, task):
     (sentence,) = refusal(script, capsys, task)
     assert task in sentence and ("image" in sentence or "OpenGL" in sentence)
+
+
+def test_an_evaluation_with_the_mean_action_draws_no_random_number(script, tmp_path):
+    """So that evaluating more or less often leaves the training as it is."""
+    args = script.Args(env_id="Pendulum-v1", time_limit=20, policy_layers=(8, 8), eval_episodes=2)
+    env = script.make_env(args)
+    policy, state = make_policy(script, env, args), torch.get_rng_state()
+    assert len(script.evaluate(env, policy, args, tmp_path)) == 2
+    assert torch.equal(torch.get_rng_state(), state)
+    script.run_episode(env, policy, args, 0)
+    assert not torch.equal(torch.get_rng_state(), state), "exploring does"

@@ -42,7 +42,7 @@ def script(request):
 SHORT, LONG = 400, 600
 STEPS = [*range(100, LONG + 1, 50)]  # at which rows are logged
 SETTINGS = dict(time_limit=25, trajectories=2, updates_per_step=0.5, learning_starts=100)
-SETTINGS |= dict(target_period=15, buffer_size=500, eval_every=200, seed=4, noise_exponent=1.0)
+SETTINGS |= dict(target_period=15, buffer_size=500, eval_every=200, seed=4)
 
 
 def begin(script, folder, name, total=LONG, **changes):
@@ -60,7 +60,7 @@ def again(script, folder, name, **changes):
 
 
 def killed(script, folder):
-    """A run killed before its first evaluation, and again: the last rows' and checkpoints' steps."""
+    """A run killed before its first evaluation, and again: its last rows and checkpoints, in steps."""
     moments, chance = [], random.Random(7)
     process = begin(script, folder, "killed")
     for earliest in (100, 250):  # a checkpoint is at 0 and 200: later rows are lost
