@@ -60,7 +60,7 @@ def again(script, folder, name, **changes):
 
 
 def killed(script, folder):
-    """A run killed before its first evaluation, and again: its last rows and checkpoints, in steps."""
+    """A run killed before its first evaluation, and again: steps of its rows and checkpoints."""
     moments, chance = [], random.Random(7)
     process = begin(script, folder, "killed")
     for earliest in (100, 250):  # a checkpoint is at 0 and 200: later rows are lost
