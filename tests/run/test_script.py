@@ -376,7 +376,7 @@ def test_the_lines_in_the_readme_train_and_load_a_policy(script, tmp_path, monke
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (block,) = [block for block in blocks if "main(" in block]
     assert len([line for line in block.splitlines() if line.strip()]) <= 6
-    short = "learning_starts=200, updates_per_step=0.1, total_timesteps=400"
+    short = "learning_starts=200, updates_per_step=0.1, total_timesteps=400, eval_episodes=1"
     assert "total_timesteps=5000" in block
     monkeypatch.chdir(tmp_path)
     names = {}
