@@ -40,7 +40,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 import zipfile
 from collections import namedtuple
 from dataclasses import asdict, dataclass
@@ -101,7 +100,6 @@ class Args:
     capture_video: bool = False  # film a game of each evaluation: RUN_DIR/evaluation.mp4
     threads: int = min(4, os.cpu_count())  # CPU threads: convolutions use up to 4 well (small: 1)
     device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
-    compile: bool = False  # compile the gradient step: a minute at the start, then faster
 
 
 # ---- Environment. N games side by side. One that is over spends its next step on a reset: whatever
@@ -452,8 +450,6 @@ def main(args):
     eval_env = make_env(args, args.eval_episodes)
     torch.set_num_threads(min(args.threads, os.cpu_count()))
     torch.manual_seed(args.seed)
-    if args.compile:
-        warnings.simplefilter("ignore")  # PyTorch's compiler warns about itself
     space, actions = eval_env.single_observation_space, int(eval_env.single_action_space.n)
     policy, critic = Policy(space.shape, actions, args), Critic(space.shape, actions, args)
     if args.evaluate:
@@ -470,7 +466,6 @@ def main(args):
     ]
     optimiser = torch.optim.Adam(groups, fused=True)
     replay = FrameReplay(args.buffer_size, args.num_envs, space, args.resume)
-    losses_of = torch.compile(discrete_losses) if args.compile else discrete_losses
     run = Run(args, agent=agent, optimiser=optimiser, replay=replay)
     done, replay.folder = run.done, run.folder  # how many steps, games and updates so far
     scores = done.setdefault("scores", [])  # of the last 20 games
@@ -493,7 +488,7 @@ def main(args):
             earned = int(args.updates_per_step * (done["steps"] - args.learning_starts))
             for _ in range(max(1, earned) - done["updates"]):
                 batch = replay.sample(args.batch_size, args.window, args.device)
-                losses, found = losses_of(agent, batch, args)
+                losses, found = discrete_losses(agent, batch, args)
                 gradient_step(agent, optimiser, losses)
                 metrics |= found
                 done["updates"] += 1

@@ -37,7 +37,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 import zipfile
 from collections import namedtuple
 from dataclasses import asdict, dataclass
@@ -98,7 +97,6 @@ class Args:
     capture_video: bool = False  # film an episode of each evaluation: RUN_DIR/evaluation.mp4
     threads: int = 1  # CPU threads; more help where the networks are large and the cores idle
     device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
-    compile: bool = False  # compile the gradient step: a minute at the start, then faster
 
 
 # ---- Environment. Whatever the task's spaces are, the learner sees a vector and acts in [-1, 1]^A.
@@ -344,9 +342,9 @@ def compute_losses(agent, batch, noise, args):
     bounds = [(eta_mu, args.epsilon_mu, c_mu), (eta_sigma, args.epsilon_sigma, c_sigma)]
     if args.joint_bound:
         bounds = [(eta_mu, args.epsilon_mu, c_mu + c_sigma)]  # which is KL(pi_i || pi)
-    multiplier_terms, policy_terms = zip(*(lagrangian(*bound) for bound in bounds))
-    multiplier_loss = dual_loss + sum(multiplier_terms)
-    policy_loss = -(likelihood + sum(policy_terms))
+    terms = [lagrangian(*bound) for bound in bounds]
+    multiplier_loss = dual_loss + sum(descending for descending, _ in terms)
+    policy_loss = -likelihood - sum(ascending for _, ascending in terms)
 
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
     kl_q = masked_mean(torch.xlogy(weights, weights * args.num_samples).sum(-1), alive)
@@ -400,12 +398,11 @@ def run_episode(env, policy, args, number, explore=True):
 @torch.no_grad()
 def q_minus_return(critic, episode, args):
     """Mean of Q(s,a) less the discounted rest of the episode: what is promised, but not lived."""
-    state, action, _, reward, terminated, _ = (x.to(args.device) for x in episode)
-    rest = reward.clone()
-    for t in reversed(range(len(rest) - 1)):
-        rest[t] += args.gamma * rest[t + 1]
+    state, action, _, reward, terminated, _ = (x.to(args.device).unsqueeze(0) for x in episode)
+    zero, one = torch.zeros_like(reward), torch.ones_like(reward)
+    rest = retrace(zero, zero, reward, args.gamma, one)  # Q' = 0 and c = 1: sum_j gamma^{j-t} r_j
     known = slice(-1 if terminated.any() else -501)  # a time limit cuts off what would have come
-    return (critic(state, action) - rest)[known].mean()
+    return (critic(state, action) - rest)[:, known].mean()
 
 
 def main(args):
@@ -414,8 +411,6 @@ def main(args):
     env = make_env(args)
     torch.set_num_threads(min(args.threads, os.cpu_count()))
     torch.manual_seed(args.seed)
-    if args.compile:
-        warnings.simplefilter("ignore")  # PyTorch's compiler warns about itself
     sizes = env.observation_space.shape[0], env.action_space.shape[0]
     policy, critic = Policy(*sizes, args), Critic(*sizes, args)
     if args.evaluate:
@@ -432,7 +427,6 @@ def main(args):
     ]
     optimiser = torch.optim.Adam(groups, fused=True)
     replay = Replay(args.buffer_size + 1, *sizes)  # the newest row is a final one
-    losses_of = torch.compile(compute_losses) if args.compile else compute_losses
     run = Run(args, agent=agent, optimiser=optimiser, replay=replay)
     done = run.done  # how many steps, episodes and updates so far
 
@@ -452,7 +446,7 @@ def main(args):
             for _ in range(max(1, int(args.updates_per_step * done["steps"]) - done["updates"])):
                 batch = replay.sample(args.batch_size, args.window, args.device)
                 noise = torch.randn(*batch.state.shape[:2], args.num_samples, sizes[1])
-                losses, metrics = losses_of(agent, batch, noise.to(args.device), args)
+                losses, metrics = compute_losses(agent, batch, noise.to(args.device), args)
                 gradient_step(agent, optimiser, losses)
                 done["updates"] += 1
                 if done["updates"] % args.target_period == 0:  # theta_i = theta, phi' = phi

@@ -349,9 +349,9 @@ def compute_losses(agent, batch, noise, args):
     bounds = [(eta_mu, args.epsilon_mu, c_mu), (eta_sigma, args.epsilon_sigma, c_sigma)]
     if args.joint_bound:
         bounds = [(eta_mu, args.epsilon_mu, c_mu + c_sigma)]  # which is KL(pi_i || pi)
-    multiplier_terms, policy_terms = zip(*(lagrangian(*bound) for bound in bounds))
-    multiplier_loss = dual_loss + sum(multiplier_terms)
-    policy_loss = -(likelihood + sum(policy_terms))
+    terms = [lagrangian(*bound) for bound in bounds]
+    multiplier_loss = dual_loss + sum(descending for descending, _ in terms)
+    policy_loss = -likelihood - sum(ascending for _, ascending in terms)
 
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
     kl_q = masked_mean(torch.xlogy(weights, weights * args.num_samples).sum(-1), alive)
@@ -412,12 +412,11 @@ def run_episode(env, policy, args, number, explore=True):
 @torch.no_grad()
 def q_minus_return(critic, episode, args):
     """Mean of Q(s,a) less the discounted rest of the episode: what is promised, but not lived."""
-    state, action, _, reward, terminated, _ = (x.to(args.device) for x in episode)
-    rest = reward.clone()
-    for t in reversed(range(len(rest) - 1)):
-        rest[t] += args.gamma * rest[t + 1]
+    state, action, _, reward, terminated, _ = (x.to(args.device).unsqueeze(0) for x in episode)
+    zero, one = torch.zeros_like(reward), torch.ones_like(reward)
+    rest = retrace(zero, zero, reward, args.gamma, one)  # Q' = 0 and c = 1: sum_j gamma^{j-t} r_j
     known = slice(-1 if terminated.any() else -501)  # a time limit cuts off what would have come
-    return (critic(state, action) - rest)[known].mean()
+    return (critic(state, action) - rest)[:, known].mean()
 
 
 def main(args):

@@ -38,7 +38,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 import zipfile
 from collections import namedtuple
 from dataclasses import asdict, dataclass
@@ -102,7 +101,6 @@ class Args:
     capture_video: bool = False  # film an episode of each evaluation: RUN_DIR/evaluation.mp4
     threads: int = 1  # CPU threads; more help where the networks are large and the cores idle
     device: str = "cpu"  # PyTorch device of the networks, such as cpu or cuda
-    compile: bool = False  # compile the gradient step: a minute at the start, then faster
 
 
 # ---- Environment. Whatever the task's spaces are, the learner sees a vector and acts in [-1, 1]^A.
@@ -350,12 +348,12 @@ def parametric_losses(agent, batch, noise, args):
         if args.normalise_advantage:  # a KL has no unit; so rewards of any size have the same eta
             improvement = improvement / advantage_std.clamp(min=1e-6)
         bounds = [(eta_mu, args.epsilon_mu, c_mu), (eta_sigma, args.epsilon_sigma, c_sigma)]
-        multiplier_terms, policy_terms = zip(*(lagrangian(*bound) for bound in bounds))
-    else:
-        multiplier_terms = [torch.zeros_like(improvement)]  # there is nothing to multiply
-        policy_terms = [args.entropy_scale * masked_mean(entropy_bonus(cholesky), alive)]
-    multiplier_loss = sum(multiplier_terms)
-    policy_loss = -(improvement + sum(policy_terms))
+        terms = [lagrangian(*bound) for bound in bounds]
+    else:  # a bonus, and nothing to multiply
+        bonus = masked_mean(entropy_bonus(cholesky), alive)
+        terms = [(torch.zeros_like(bonus), args.entropy_scale * bonus)]
+    multiplier_loss = sum(descending for descending, _ in terms)
+    policy_loss = -improvement - sum(ascending for _, ascending in terms)
 
     losses = {"critic": critic_loss, "policy": policy_loss, "multipliers": multiplier_loss}
     std = cholesky.square().sum(-1).sqrt()
@@ -405,25 +403,12 @@ def run_episode(env, policy, args, number, explore=True):
     return Rows(*(torch.as_tensor(np.array(x), dtype=torch.float32) for x in zip(*rows)))
 
 
-@torch.no_grad()
-def q_minus_return(critic, episode, args):
-    """Mean of Q(s,a) less the discounted rest of the episode: what is promised, but not lived."""
-    state, action, _, reward, terminated, _ = (x.to(args.device) for x in episode)
-    rest = reward.clone()
-    for t in reversed(range(len(rest) - 1)):
-        rest[t] += args.gamma * rest[t + 1]
-    known = slice(-1 if terminated.any() else -501)  # a time limit cuts off what would have come
-    return (critic(state, action) - rest)[known].mean()
-
-
 def main(args):
     """Train as args say, or evaluate; returns the policy."""
     check(args)
     env = make_env(args)
     torch.set_num_threads(min(args.threads, os.cpu_count()))
     torch.manual_seed(args.seed)
-    if args.compile:
-        warnings.simplefilter("ignore")  # PyTorch's compiler warns about itself
     sizes = env.observation_space.shape[0], env.action_space.shape[0]
     policy, critic = Policy(*sizes, args), Critic(*sizes, args)
     if args.evaluate:
@@ -440,7 +425,6 @@ def main(args):
     ]
     optimiser = torch.optim.Adam(groups, fused=True)
     replay = Replay(args.buffer_size + 1, *sizes)  # the newest row is a final one
-    losses_of = torch.compile(parametric_losses) if args.compile else parametric_losses
     run = Run(args, agent=agent, optimiser=optimiser, replay=replay)
     done = run.done  # how many steps, episodes and updates so far
 
@@ -460,7 +444,7 @@ def main(args):
             for _ in range(max(1, int(args.updates_per_step * done["steps"]) - done["updates"])):
                 batch = replay.sample(args.batch_size, args.window, args.device)
                 noise = torch.randn(*batch.state.shape[:2], max(args.num_samples, 2), sizes[1])
-                losses, metrics = losses_of(agent, batch, noise.to(args.device), args)
+                losses, metrics = parametric_losses(agent, batch, noise.to(args.device), args)
                 gradient_step(agent, optimiser, losses)
                 done["updates"] += 1
                 if done["updates"] % args.policy_period == 0:  # the M-step: theta_i = theta
@@ -470,7 +454,6 @@ def main(args):
                 run.show_progress(returns)
 
             # log, evaluate, save
-            metrics["mpo/q_minus_return"] = q_minus_return(critic, episode, args)
             finished = done["steps"] >= args.total_timesteps
             due = finished or done["steps"] // args.eval_every > before // args.eval_every
             run.log(returns, evaluate(env, policy, args, run.folder) if due else [], metrics)

@@ -27,7 +27,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 # what does not change how a run learns, or is shown anyway
 NOT_SETTINGS = "env_id seed run_dir resume evaluate total_timesteps eval_every eval_episodes "
-NOT_SETTINGS += "capture_video threads compile paper"
+NOT_SETTINGS += "capture_video threads paper"
 
 
 class Panel(NamedTuple):

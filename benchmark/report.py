@@ -702,7 +702,7 @@ regenerates it. {missing}: not run.
   interval of the bootstrap over seeds (Agarwal et al., 2021).
 - Curves: median and 5/95% quantiles over seeds. Minutes: one thread of a machine with other work.
 - Each CSV holds the command, commit, versions and settings that made it. The first tables:
-  `python benchmark/run.py --tasks dmc18 --seeds 3 --total-timesteps 100000 -- --compile`
+  `python benchmark/run.py --tasks dmc18 --seeds 3 --total-timesteps 100000`
 """
 BOTH = "training / mean action (seeds)"
 

@@ -28,7 +28,7 @@ settings.register_profile(
 settings.load_profile("repository")
 
 # files that take long, the longest first, so that at the end no core is left with one of them
-LONGEST = ["test_script", "test_games", "test_compiled", "test_queue", "test_workers"]
+LONGEST = ["test_script", "test_games", "test_queue", "test_workers"]
 
 
 def pytest_collection_modifyitems(items):

@@ -64,7 +64,7 @@ PAIRS = [
     ("c_mu", "c_sigma"),
     ("valid", "alive"),
     ("multiplier_losses", "constraints"),
-    ("multiplier_terms", "policy_terms"),
+    ("descending", "ascending"),
 ]
 OTHER_PART = dict(PAIRS) | {b: a for a, b in PAIRS}
 DROPPED = "detach exp log square sqrt rsqrt abs mT long float clone".split()
@@ -78,7 +78,6 @@ SAME = [
     ("self.head = int(index[-1] + 1) ", "+"),  # the next index is taken modulo the capacity
     ("self.head = (self.head + len(index)) ", "+"),  # the same
     (".generate_state(", "2"),  # more words, of which the first is taken
-    ("in reversed(range(len(rest) - ", "2"),  # the final row has no reward to add
     ("vector_to_parameters(flat ", "*"),  # one worker here; tests/run has several
 ]
 # what only several processes show, and the training loop: tests/run

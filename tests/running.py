@@ -164,7 +164,7 @@ class Run:
 
 
 def flags(**values):
-    """flags(num_samples=4, compile=False) is --num-samples 4 --no-compile, as a list of words."""
+    """flags(num_samples=4, paper=False) is --num-samples 4 --no-paper, as a list of words."""
     words = []
     for name, value in values.items():
         name = name.replace("_", "-")

@@ -49,7 +49,7 @@ def run(names, options):
         command = [sys.executable, str(BENCHMARK / "run.py"), "--script", options.script]
         command += ["--tasks", options.tasks, "--seeds", f"{options.seeds},"]
         command += ["--label", f"study/{name}", "--total-timesteps", str(MARKS[-1])]
-        command += ["--workers", str(options.workers), "--", "--compile", *flags_of(name)]
+        command += ["--workers", str(options.workers), "--", *flags_of(name)]
         code = subprocess.run(command).returncode
         if code:
             raise SystemExit(code)

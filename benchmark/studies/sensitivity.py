@@ -1,7 +1,7 @@
 """How much do the bounds and the learning rates matter? Each times and divided by 3, one at a time.
 
     python benchmark/studies/sensitivity.py             two tasks, 50,000 steps
-    python benchmark/studies/sensitivity.py --seeds 2 --workers 1 -- --compile
+    python benchmark/studies/sensitivity.py --seeds 2 --workers 1
     python benchmark/report.py                          writes the table of what is there
 
 The values come from the defaults of mpo_continuous.py; both its learning rates are scaled together.

@@ -12,7 +12,7 @@ Columns: gradient steps per second of the script's own update (replay sample, lo
 clipping, Adam); how many times per second the matrix products of that update alone can be done, and
 the ratio of the two; environment steps per second with one update per step, collection included,
 against stable-baselines3's SAC with its defaults on the same task; and the peak memory of such a
-run. Eager and compiled, with one thread and with two. Sizes are the script's defaults.
+run. With one thread and with two. Sizes are the script's defaults.
 
 Whatever is compared takes turns in one process, so that a busy or a slow machine slows all of it:
 figures are medians over the turns, a ratio is the median of the ratios within a turn. Each thread
@@ -61,7 +61,7 @@ def load_script(path):
 class Continuous:
     """A script that learns a Gaussian policy from vectors, put together as its main() does."""
 
-    def __init__(self, script, compiled, episode_length, sizes=None):
+    def __init__(self, script, episode_length, sizes=None):
         self.script, self.numbers = script, itertools.count()
         options = {"env_id": TASK, "time_limit": episode_length} | (sizes or {})
         self.args = args = script.Args(**options)
@@ -78,8 +78,7 @@ class Continuous:
         ]
         self.optimiser = torch.optim.Adam(groups, fused=True)
         self.replay = script.Replay(args.buffer_size, *self.sizes)
-        losses = getattr(script, "compute_losses", None) or script.parametric_losses
-        self.losses = torch.compile(losses) if compiled else losses
+        self.losses = getattr(script, "compute_losses", None) or script.parametric_losses
         self.collect()
 
     def networks(self):
@@ -266,18 +265,12 @@ def take_turns(things, rounds, calls, units):
     return rates
 
 
-def modes(options):
-    return ("eager",) if options.no_compile else ("eager", "compiled")
-
-
 def measure_speed(options):
     update, live = {}, {}
     for name in options.scripts:
         script = load_script(ROOT / name)
-        for mode in modes(options):
-            learner = Continuous(script, mode == "compiled", options.steps)
-            learner.update()  # compiles it
-            update[f"{name} {mode}"], live[f"{name} {mode}"] = learner.update, learner.live
+        learner = Continuous(script, options.steps)
+        update[name], live[name] = learner.update, learner.live
         update[f"{name} products"], _ = bare_products(*learner.products())
     live["SAC"] = SAC(script, options.steps).live
     take_turns(update, 1, 10, 1)  # to warm up
@@ -288,12 +281,9 @@ def measure_speed(options):
 
 def measure_memory(options):
     """Peak memory of a process that does nothing but learn, for one episode."""
-    name, _, mode = options.memory.partition(" ")
-    script = load_script(ROOT / (name if mode else options.scripts[0]))
-    if mode:
-        learner = Continuous(script, mode == "compiled", options.steps)
-    else:
-        learner = SAC(script, options.steps)
+    of_sac = options.memory == "SAC"
+    script = load_script(ROOT / (options.scripts[0] if of_sac else options.memory))
+    learner = (SAC if of_sac else Continuous)(script, options.steps)
     learner.live()
     peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]
     return int(peak) * 1024
@@ -304,12 +294,10 @@ def measure_compared(options):
     ours, other = load_script(ROOT / SCRIPTS[0]), load_script(options.compare)
     sizes = {name: getattr(ours.Args(), name) for name in SIZES}
     update, live = {}, {}
-    for mode in modes(options):
-        for name, script in (("here", ours), ("there", other)):
-            form = Continuous if hasattr(script, "Rows") else BeforeRows
-            learner = form(script, mode == "compiled", options.steps, sizes)
-            learner.update()
-            update[f"{name} {mode}"], live[f"{name} {mode}"] = learner.update, learner.live
+    for name, script in (("here", ours), ("there", other)):
+        form = Continuous if hasattr(script, "Rows") else BeforeRows
+        learner = form(script, options.steps, sizes)
+        update[name], live[name] = learner.update, learner.live
     take_turns(update, 1, 10, 1)
     updates = take_turns(update, options.rounds, options.updates, 1)
     steps = take_turns(live, options.rounds // 3 + 1, 1, options.steps)
@@ -363,14 +351,14 @@ def markdown(head, rows):
 
 
 def table(results):
-    """A row per learner, mode and thread count."""
+    """A row per learner and thread count."""
     rows = []
     for threads, found in results.items():
         for name, rates in found["steps"].items():
             cells = [name, threads, "", "", ""]
             if name in found["updates"]:
                 updates = found["updates"][name]
-                products = found["updates"][f"{name.split()[0]} products"]
+                products = found["updates"][f"{name} products"]
                 cells[2:4] = (f"{statistics.median(x):.0f}" for x in (updates, products))
                 cells[4] = ratio(updates, products)
             cells += [f"{statistics.median(rates):.0f}", ratio(rates, found["steps"]["SAC"])]
@@ -380,18 +368,16 @@ def table(results):
 
 
 def compared_table(results):
-    """A row per mode and thread count."""
+    """A row per thread count."""
     rows = []
     for threads, found in results.items():
-        for mode in ("eager", "compiled"):
-            if f"here {mode}" in found["updates"]:
-                cells = []
-                for what in ("updates", "steps"):
-                    there, here = (found[what][f"{name} {mode}"] for name in ("there", "here"))
-                    cells += [f"{statistics.median(rates):.1f}" for rates in (there, here)]
-                    cells.append(ratio(here, there))
-                rows.append([mode, threads, *cells])
-    head = "mode|threads|there, gradient steps/s|here|here / there"
+        cells = [threads]
+        for what in ("updates", "steps"):
+            there, here = (found[what][name] for name in ("there", "here"))
+            cells += [f"{statistics.median(rates):.1f}" for rates in (there, here)]
+            cells.append(ratio(here, there))
+        rows.append(cells)
+    head = "threads|there, gradient steps/s|here|here / there"
     return markdown(f"{head}|there, environment steps/s|here|here / there", rows)
 
 
@@ -414,7 +400,6 @@ def main():
     parser.add_argument("--scripts", nargs="+", default=list(SCRIPTS), help="which ones")
     parser.add_argument("--compare", default="", help="a commit, or a file: another form of it")
     parser.add_argument("--atari", action="store_true", help="measure mpo_atari.py, nothing else")
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled updates out")
     parser.add_argument("--threads", nargs="+", type=int, help="default: 1 2; to compare: 1")
     parser.add_argument("--rounds", type=int, default=15, help="turns that each update takes")
     parser.add_argument("--quick", action="store_true", help="turns of 10 updates and of 50 steps")

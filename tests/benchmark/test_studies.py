@@ -80,7 +80,7 @@ def test_a_run_of_the_script_is_compared_with_the_optimum(tmp_path, monkeypatch,
 @pytest.mark.parametrize("name", speed.SCRIPTS)
 def test_the_products_that_speed_py_times_are_those_of_an_update(name):
     """Nearly: the small ones of sampling, E-step and M-step are left out."""
-    learner = speed.Continuous(speed.load_script(ROOT / name), compiled=False, episode_length=20)
+    learner = speed.Continuous(speed.load_script(ROOT / name), episode_length=20)
     with FlopCounterMode(display=False) as counter:
         learner.update()
     _, needed = speed.bare_products(*learner.products())
@@ -90,7 +90,7 @@ def test_the_products_that_speed_py_times_are_those_of_an_update(name):
 
 
 def test_speed_py_updates_as_the_script_does():
-    learner = speed.Continuous(mpo_continuous, compiled=False, episode_length=20)
+    learner = speed.Continuous(mpo_continuous, episode_length=20)
     before = {name: x.clone() for name, x in learner.agent.state_dict().items()}
     learner.update()
     changed = {name for name, x in learner.agent.state_dict().items() if (x != before[name]).any()}
@@ -102,12 +102,12 @@ def test_speed_py_updates_as_the_script_does():
 def test_two_forms_of_the_script_are_timed_in_turns(tmp_path, monkeypatch):
     other = tmp_path / "other.py"
     other.write_text((ROOT / "mpo_continuous.py").read_text())
-    words = ["--compare", other, "--quick", "--rounds", "1", "--no-compile", "--output"]
+    words = ["--compare", other, "--quick", "--rounds", "1", "--output"]
     monkeypatch.setattr(sys, "argv", ["speed.py", *map(str, words), str(tmp_path / "out.json")])
     speed.main()
     row = (tmp_path / "out.md").read_text().splitlines()[2].strip("|").split("|")
-    assert row[:2] == ["eager", "1"] and len(row) == 8
-    for cells in (row[2:5], row[5:]):
+    assert row[0] == "1" and len(row) == 7
+    for cells in (row[1:4], row[4:]):
         there, here, ratio = map(float, cells)
         assert ratio == pytest.approx(here / there, rel=0.1)
 
@@ -117,7 +117,7 @@ def test_a_form_to_compare_with_may_be_a_commits(tmp_path, capsys):
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     if not commit:
         pytest.skip("no git, or no history, here")
-    assert speed.Continuous(speed.load_script(speed.script_of(commit, tmp_path)), False, 20)
+    assert speed.Continuous(speed.load_script(speed.script_of(commit, tmp_path)), 20)
     with pytest.raises(SystemExit, match="2"):
         speed.script_of("nothing", tmp_path)
     assert "nothing is neither a file nor a commit" in capsys.readouterr().err

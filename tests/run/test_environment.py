@@ -148,7 +148,7 @@ def test_humanoids_of_21_and_56_actions_are_updated_with_finite_numbers(script, 
         assert float(table[-1]["eval/episodic_return"]) >= 0
         for row in table:
             learned = {name: float(value) for name, value in row.items() if name[:4] in LEARNED}
-            del learned["mpo/q_minus_return"]  # of episodes of 500 steps or more
+            learned.pop("mpo/q_minus_return", None)  # of episodes of 500 steps or more
             assert len(learned) > 10 and np.isfinite([*learned.values()]).all()
 
 
