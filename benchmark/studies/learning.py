@@ -35,6 +35,15 @@ SETTINGS = {  # name: (the setting that it changes, what it adds to that one's f
     "norms": ("samples-10", ["--critic-norms", "every"]),
     "pace": ("samples-10", ["--epsilon-mu", "1e-3", "--policy-learning-rate", "3e-4"]),
     "usual-betas": ("samples-10", ["--multiplier-beta", "0.999"]),
+    "sigma-1e-5": ("samples-10", ["--epsilon-sigma", "1e-5"]),
+    "std-1-sigma-1e-5": ("std-1", ["--epsilon-sigma", "1e-5"]),
+    "std-1-norms": ("std-1", ["--critic-norms", "every"]),
+    "std-1-bound": ("std-1", ["--bound-targets"]),
+    "std-1-slow-critic": ("std-1", ["--critic-target-period", "200"]),
+    "std-1-pink": ("std-1", ["--noise-exponent", "1"]),
+    "std-1-half-pink": ("std-1", ["--noise-exponent", "0.5"]),
+    "std-1-alternate": ("std-1", ["--noise-exponent", "1", "--alternate-noise"]),
+    "std-1-pace": ("std-1", ["--epsilon-mu", "1e-3", "--policy-learning-rate", "3e-4"]),
 }
 
 
