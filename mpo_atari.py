@@ -153,9 +153,9 @@ def make_game(args):
 # ---- Networks. Policy and critic each have their own: DQN's for frames, as in the paper; MinAtar's
 # for small images; hidden layers for vectors, with a layer norm after the first, as usual for MPO.
 def hidden_layers(input_size, sizes):
-    modules = [nn.Linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU()]
+    modules = [nn.Linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU(inplace=True)]
     for size, next_size in zip(sizes, sizes[1:]):
-        modules += [nn.Linear(size, next_size), nn.ReLU()]
+        modules += [nn.Linear(size, next_size), nn.ReLU(inplace=True)]
     return nn.Sequential(*modules)
 
 
@@ -164,7 +164,7 @@ def image_layers(layers):
     for layer in layers:  # He's initialisation: with PyTorch's own, what moves in a frame is lost
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         nn.init.zeros_(layer.bias)
-        modules += [layer, nn.ReLU()]
+        modules += [layer, nn.ReLU(inplace=True)]
     modules.insert(-2, nn.Flatten())
     return nn.Sequential(*modules).to(memory_format=torch.channels_last)
 
@@ -241,10 +241,9 @@ def trace_coefficient(log_prob, behaviour_log_prob):
 def retrace(q, v_next, reward, discount, trace):
     """Retrace targets. All [B, T]; v_next[t] is E_pi Q'(s_{t+1},.), trace[t] is c_{t+1}."""
     delta = reward + discount * v_next - q  # r_t + gamma E_pi Q'(s_{t+1},.) - Q'(s_t,a_t)
-    decay = discount * trace  # gamma c_{t+1}
     corrections = [delta[:, -1]]
     for t in reversed(range(q.shape[1] - 1)):
-        corrections.append(delta[:, t] + decay[:, t] * corrections[-1])
+        corrections.append(delta[:, t] + discount[:, t] * trace[:, t] * corrections[-1])
     return q + torch.stack(corrections[::-1], dim=1)  # + sum_j gamma^{j-t} (prod c_k) delta_j
 
 
@@ -449,6 +448,7 @@ def main(args):
     check_games(args)
     eval_env = make_env(args, args.eval_episodes)
     torch.set_num_threads(min(args.threads, os.cpu_count()))
+    torch.empty(8_000_000)  # freed at once: from now on malloc keeps what is smaller, for speed
     torch.manual_seed(args.seed)
     space, actions = eval_env.single_observation_space, int(eval_env.single_action_space.n)
     policy, critic = Policy(space.shape, actions, args), Critic(space.shape, actions, args)
@@ -574,8 +574,8 @@ class Run:
 
     def show_progress(self, returns):
         """A bar, on a terminal."""
-        words = f"return {np.mean(returns):.1f}, update {self.done['updates']:,}"
-        self.bar.set_postfix_str(words, refresh=False)
+        words = {"return": np.mean(returns), "update": self.done["updates"]}
+        self.bar.set_postfix(words, refresh=False)
         self.bar.update(self.done["steps"] - self.bar.n)
 
     def log(self, returns, evaluated, metrics):
@@ -636,14 +636,11 @@ class Run:
 def write_whole(path, content):
     """Write a file whole or not at all: to one side, down to the disk, then over the old one."""
     aside = path.with_suffix(".tmp")
-    try:
-        with open(aside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with open(aside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
 
 
 def read_saved(path):
