@@ -79,10 +79,11 @@ OURS = {
         "PPO", "#000000", "X", "stable-baselines3, the paper's networks and Adam at 5e-4"
     ),
     "mpo_atari": Algorithm("MPO, discrete", "#0072B2", "o", "`mpo_atari.py`, defaults"),
+    "dqn": Algorithm("DQN", "#E69F00", "D", "stable-baselines3, as `benchmark/dqn.py` sets it up"),
 }
 ABLATION = [label for label in OURS if label.startswith(("mpo_continuous", "mpo_parametric"))]
 BASELINES = ["mpo_continuous", "sac", "td3", "ddpg", "ppo"]
-DISCRETE = ["mpo_atari"]
+DISCRETE = ["mpo_atari", "dqn"]
 TIMED = [*BASELINES, "mpo_parametric"]
 # Which of the published figures are drawn, beside returns of their kind; the tables have all.
 PUBLISHED = {

@@ -37,11 +37,10 @@ import time
 from pathlib import Path
 
 import gymnasium as gym
-import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # where the scripts are
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]  # where the scripts are, and dqn.py
 TASK = "dm_control/walker-walk-v0"  # 24 observations, 6 actions
 SCRIPTS = ("mpo_continuous.py", "mpo_parametric.py")
 SIZES = ("batch_size", "window", "num_samples", "policy_layers", "critic_layers")
@@ -200,32 +199,15 @@ class Atari:
         self.env.step(self.env.action_space.sample())
 
 
-class OneGame(gym.Env):
-    """The same environment with one game, as stable-baselines3 wants it."""
-
-    def __init__(self):
-        import mpo_atari
-
-        self.games = mpo_atari.make_env(mpo_atari.Args(threads=1), 1)
-        self.observation_space = self.games.single_observation_space
-        self.action_space = self.games.single_action_space
-
-    def reset(self, seed=None, options=None):
-        return self.games.reset(seed=seed)[0][0], {}
-
-    def step(self, action):
-        observation, reward, terminated, truncated, _ = self.games.step(np.array([action]))
-        return observation[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
-
-
 class DQN:
     """stable-baselines3's, with 32 frames in a gradient step and one every four agent steps."""
 
     def __init__(self):
         import stable_baselines3
+        from dqn import OneGame, mpo
 
         settings = {"batch_size": 32, "train_freq": 4, "learning_starts": 100, "device": "cpu"}
-        env = OneGame()
+        env = OneGame(mpo.Args(threads=1))
         self.model = stable_baselines3.DQN("CnnPolicy", env, buffer_size=5000, seed=1, **settings)
         self.model.learn(400, log_interval=None)
 

@@ -13,6 +13,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -457,10 +458,56 @@ def test_baselines_have_the_sizes_and_the_optimiser_that_the_report_says(
     assert (algorithm in ("ddpg", "td3")) == (getattr(model, "action_noise", None) is not None)
 
 
-def test_without_stable_baselines3_it_says_what_to_install(monkeypatch, capsys):
+def test_dqn_plays_the_games_of_mpo_atari_with_its_layers_and_is_evaluated_as_it_is(tmp_path):
+    sb3 = pytest.importorskip("stable_baselines3")
+    import dqn
+
+    import mpo_atari
+
+    own = flags(eval_every=200, eval_episodes=2, log_every=100)
+    options = dict(script=str(BENCHMARK / "dqn.py"), tasks="MinAtar/Breakout-v1", label="dqn")
+    done = run_queue(tmp_path, "--", *own, total=400, **options)
+    assert done.returncode == 0, done.stdout
+    _, rows = queue.read_result(tmp_path / "results/dqn/MinAtar-Breakout-v1/seed1.csv")
+    assert [row["env_steps"] for row in rows] == [100, 200, 300, 400]
+    assert [row["eval_return"] is not None for row in rows] == [False, True, False, True]
+
+    folder = tmp_path / "runs/benchmark/dqn/MinAtar-Breakout-v1/seed1"
+    model = sb3.DQN.load(folder / "model.zip", device="cpu")
+    args = mpo_atari.Args(env_id="MinAtar/Breakout-v1")
+    games = mpo_atari.make_env(args, 2)
+    assert rows[-1]["eval_returns"] == mpo_atari.play_games(games, model.q_net, args, tmp_path)
+    network = mpo_atari.Network((10, 10, 4), 3, args)
+    assert [tuple(x.shape) for x in model.q_net.parameters()] == [
+        tuple(x.shape) for x in network.parameters()
+    ]
+
+    game = dqn.OneGame(mpo_atari.Args(env_id="Paying-v0", time_limit=3))
+    game.reset()
+    learned = [game.step(0)[1] for _ in range(3)]
+    assert learned == [1.0, 1.0, 1.0] and game.scores == [21.0, 0.0]
+
+
+class Paying(gym.Env):
+    """Each step is worth 7."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 7.0, False, False, {}
+
+
+gym.register("Paying-v0", Paying)
+
+
+@pytest.mark.parametrize("script", ["baselines.py", "dqn.py"])
+def test_without_stable_baselines3_it_says_what_to_install(script, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "stable_baselines3", None)
     with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(BENCHMARK / "baselines.py"), run_name="__main__")
+        runpy.run_path(str(BENCHMARK / script), run_name="__main__")
     sentence = capsys.readouterr().err
-    assert sentence.startswith("baselines.py: ") and sentence.count("\n") == 1
+    assert sentence.startswith(f"{script}: ") and sentence.count("\n") == 1
     assert "pip install stable-baselines3" in sentence
