@@ -51,6 +51,7 @@ TASKS = {
 }
 UNFINISHED = ("waiting", "elsewhere", "running")  # elsewhere: another process is at it
 VERSIONS = ("torch", "gymnasium", "mujoco")  # named in each result
+METRICS = ("std_max", "q_minus_return")  # kept in a result where a script logs them
 
 
 @dataclass
@@ -306,11 +307,13 @@ def write_result(job):
     if record.get("continued"):
         lines.append(f"# continued: {record['continued']}")
     lines += [f"# args: {json.dumps(settings)}"]
-    lines += ["env_steps,train_return,eval_return,seconds,eval_returns"]
+    metrics = [name for name in METRICS if f"mpo/{name}" in rows[0]]
+    lines += [",".join(["env_steps,train_return,eval_return,seconds,eval_returns", *metrics])]
     for row in rows:
         trained, evaluated = row["charts/episodic_return"], row["eval/episodic_return"]
         values = [row["global_step"], cell(trained, 2), cell(evaluated, 2)]
         values += [cell(row["charts/seconds"], 1), row["eval/returns"]]
+        values += [cell(row[f"mpo/{name}"], 3) for name in metrics]
         lines.append(",".join(values))
     job.result.parent.mkdir(parents=True, exist_ok=True)
     aside = job.result.with_suffix(".tmp")

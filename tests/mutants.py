@@ -74,6 +74,8 @@ PATIENCE = 600  # seconds of computing; a change that makes the tests hang is no
 SAME = [
     ("head.weight.data.mul_(", "0.02"),  # a start near zero, whichever
     ("nn.ReLU(inplace=", "False"),  # the same numbers, more slowly
+    ("0.5 * (trace - ", "cholesky_i"),  # both are [..., A, A]
+    ("0.5 * (trace - cholesky.shape[-", "2"),  # the same
     ("clamp(min=", "2e-30"),  # a weight of 0 times any logarithm
     ("advantage_std.clamp(min=", "2e-06"),  # a floor that only keeps a quotient finite
     ("self.head = int(index[-1] + 1) ", "+"),  # the next index is taken modulo the capacity

@@ -54,7 +54,7 @@ fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 settings = {"pause": pause, "total_timesteps": total, "run_dir": str(folder), "resume": ""}
 (folder / "args.json").write_text(json.dumps(settings))
 progress, checkpoint = folder / "progress.csv", folder / "checkpoint.pt"
-head = "global_step,charts/episodic_return,charts/SPS,charts/seconds,losses/critic,"
+head = "global_step,charts/episodic_return,charts/SPS,charts/seconds,mpo/std_max,"
 head += "eval/episodic_return,eval/returns\\n"
 rows = progress.read_text().splitlines(True)[1:] if resumed else []
 step = int(checkpoint.read_text()) if resumed else 0
@@ -64,7 +64,7 @@ while step < total:
     step += 100
     with open(progress, "a") as file:
         evaluated = f"{step},{step - 1} {step + 1}" if step % 200 == 0 else "nan,"
-        file.write(f"{step},{step / 7 + int(given['--seed'])},10,{step / 10},0.5,{evaluated}\\n")
+        file.write(f"{step},{step / 7 + int(given['--seed'])},10,{step / 10},{0.5 + step / 1e5},{evaluated}\\n")
     if asked:
         time.sleep(0.5)  # a checkpoint takes time
     aside = folder / "aside"
@@ -138,6 +138,7 @@ def test_each_run_leaves_a_csv_and_the_same_command_runs_nothing_again(folder):
         assert row["seconds"] == step / 10
         assert row["eval_return"] == (step if evaluated else None)
         assert row["eval_returns"] == ([step - 1, step + 1] if evaluated else [])
+        assert row["std_max"] == pytest.approx(0.5 + step / 1e5, abs=6e-4)
     again = run_queue(folder, tasks="a-b,c-d", seeds=2)
     assert again.returncode == 0 and len(starts(folder)) == 4
     assert "4 of 4 runs done (4 of them before), 0 failed" in again.stdout
