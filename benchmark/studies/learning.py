@@ -4,6 +4,7 @@
     python benchmark/studies/learning.py                  run what is missing, setting by setting
     python benchmark/studies/learning.py base samples-10  only these
     python benchmark/studies/learning.py --table          print benchmark/results/study as a table
+    python benchmark/studies/learning.py --spread base std-1    draw the spread of two settings
 
 A run is 60,000 environment steps; its score is its mean-action return averaged over the
 evaluations at 40,000, 50,000 and 60,000 steps. There are six tasks and two seeds, 11 and 12, which
@@ -110,6 +111,34 @@ def table(results=BENCHMARK / "results" / "study"):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def draw_spread(names, path, results=BENCHMARK / "results" / "study"):
+    """The greatest standard deviation against steps: a panel a task, a line a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(9, 4.6), layout="constrained", sharex=True)
+    colours = ["#D55E00", "#0072B2", "#009E73", "#CC79A7"]
+    for axis, task in zip(axes.flat, TASKS):
+        for name, colour in zip(names, colours):
+            for number, seed in enumerate(SEEDS):
+                file = results / name / task / f"seed{seed}.csv"
+                rows = read_result(file)[1] if file.exists() else []
+                rows = [row for row in rows if row.get("std_max") is not None]
+                x, y = [row["env_steps"] for row in rows], [row["std_max"] for row in rows]
+                axis.plot(x, y, color=colour, linewidth=1.4, label=None if number else name)
+        axis.axhline(1, color="#999999", linewidth=0.8, linestyle=":")
+        axis.set_title(task, fontsize=10)
+        axis.set_yscale("log")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(names), frameon=False)
+    figure.supxlabel("environment steps", fontsize=10)
+    figure.supylabel("greatest standard deviation", fontsize=10)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = ", ".join(SETTINGS)
@@ -120,12 +149,16 @@ def main():
     parser.add_argument("--seeds", default="11,12", help="fewer seeds, for a first look")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+    parser.add_argument("--spread", action="store_true", help="run nothing, draw the spread")
+    parser.add_argument("--output", default=str(BENCHMARK / "figures/spread.png"), help="where to")
     options = parser.parse_args()
     unknown = set(options.settings) - set(SETTINGS)
     if unknown:
         parser.error(f"there is no setting {', '.join(sorted(unknown))}; there are {names}")
     if options.table:
         return print(table())
+    if options.spread:
+        return draw_spread(options.settings or ["samples-10", "std-1"], options.output)
     run(options.settings or list(SETTINGS), options)
 
 

@@ -64,7 +64,8 @@ while step < total:
     step += 100
     with open(progress, "a") as file:
         evaluated = f"{step},{step - 1} {step + 1}" if step % 200 == 0 else "nan,"
-        file.write(f"{step},{step / 7 + int(given['--seed'])},10,{step / 10},{0.5 + step / 1e5},{evaluated}\\n")
+        spread, trained = 0.5 + step / 1e5, step / 7 + int(given['--seed'])
+        file.write(f"{step},{trained},10,{step / 10},{spread},{evaluated}\\n")
     if asked:
         time.sleep(0.5)  # a checkpoint takes time
     aside = folder / "aside"
