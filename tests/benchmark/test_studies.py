@@ -1,5 +1,6 @@
 """benchmark/studies: that they measure what they say."""
 
+import dataclasses
 import runpy
 import subprocess
 import sys
@@ -141,22 +142,18 @@ def cells(text):
     return {line[0]: dict(zip(lines[0], line)) for line in lines[2:]}
 
 
-@pytest.fixture
-def settings(monkeypatch):
-    chosen = {"base": (None, []), "small": ("base", ["--window", "1"]), "none": ("base", ["-x"])}
-    monkeypatch.setattr(learning, "SETTINGS", chosen)
+SETTINGS = {"base": (None, []), "small": ("base", ["--window", "1"]), "none": ("base", ["-x"])}
+STUDY = dataclasses.replace(learning.STUDIES["continuous"], settings=SETTINGS, label="")
 
 
-def test_a_setting_is_compared_on_the_runs_that_it_shares_with_the_one_it_changes(
-    tmp_path, settings
-):
+def test_a_setting_is_compared_on_the_runs_that_it_shares_with_the_one_it_changes(tmp_path):
     base = {("walker-walk", 11): 100, ("walker-walk", 12): 300, ("cheetah-run", 11): 50}
     small = {("walker-walk", 11): 200, ("cheetah-run", 11): 90, ("finger-spin", 11): 999}
     make_runs(tmp_path, "base", base)
     make_runs(tmp_path, "small", small)
     cut = tmp_path / "small/walker-walk/seed12.csv"  # a run that ended early says nothing
     cut.write_text((tmp_path / "base/walker-walk/seed12.csv").read_text().rpartition("60000")[0])
-    table = cells(learning.table(tmp_path))
+    table = cells(learning.table(STUDY, tmp_path))
     assert list(table) == ["base", "small"]
     assert table["base"]["walker-walk"] == "100 300" and table["small"]["walker-walk"] == "200 –"
     assert table["small"]["finger-spin"] == "999 –" and table["small"]["hopper-stand"] == "– –"
@@ -169,18 +166,18 @@ def test_a_setting_is_compared_on_the_runs_that_it_shares_with_the_one_it_change
     assert table["small"]["changes"] == "base: --window 1"
 
 
-def test_a_setting_without_a_run_in_common_is_shown_and_not_compared(tmp_path, settings):
+def test_a_setting_without_a_run_in_common_is_shown_and_not_compared(tmp_path):
     make_runs(tmp_path, "base", {("walker-walk", 11): 100})
     make_runs(tmp_path, "small", {("walker-walk", 12): 200})
-    row = cells(learning.table(tmp_path))["small"]
+    row = cells(learning.table(STUDY, tmp_path))["small"]
     assert row["walker-walk"] == "– 200" and row["shared runs"] == "0"
     assert {row[name] for name in ("score", "difference", "standard error")} == {"–"}
     make_runs(tmp_path, "small", {("walker-walk", 11): 130})
-    row = cells(learning.table(tmp_path))["small"]
+    row = cells(learning.table(STUDY, tmp_path))["small"]
     assert row["difference"] == "+30" and row["standard error"] == "–"  # one task, no spread
-    with_all = {(task, seed): 1 for task in learning.TASKS for seed in learning.SEEDS}
+    with_all = {(task, seed): 1 for task in STUDY.tasks for seed in STUDY.seeds}
     make_runs(tmp_path, "base", with_all)
-    assert cells(learning.table(tmp_path))["base"]["shared runs"] == "12"
+    assert cells(learning.table(STUDY, tmp_path))["base"]["shared runs"] == "12"
 
 
 # ---- sensitivity.py.
