@@ -81,7 +81,6 @@ class Args:
     window: int = 4  # T, steps in a replayed window, after which Retrace bootstraps (small: 8)
     batch_size: int = 8  # B, the windows in a gradient step (small: 16)
     layers: tuple[int, ...] = (128, 128)  # hidden layers for vectors; images have convolutions
-    initialisation: str = "he"  # study: of the layers for images; torch: PyTorch's default
 
     learning_rate: float = 1e-4  # Adam's rate for the critic (small: 1e-3; paper: 5e-4)
     policy_learning_rate: float = 2e-5  # Adam's rate for the policy (small: 1e-4; paper: 5e-4)
@@ -160,12 +159,11 @@ def hidden_layers(input_size, sizes):
     return nn.Sequential(*modules)
 
 
-def image_layers(layers, args):
+def image_layers(layers):
     modules = []
     for layer in layers:  # He's initialisation: with PyTorch's own, what moves in a frame is lost
-        if args.initialisation == "he":
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            nn.init.zeros_(layer.bias)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        nn.init.zeros_(layer.bias)
         modules += [layer, nn.ReLU(inplace=True)]
     modules.insert(-2, nn.Flatten())
     return nn.Sequential(*modules).to(memory_format=torch.channels_last)
@@ -179,10 +177,10 @@ class Network(nn.Module):
         self.axes, self.small = len(shape), len(shape) == 3 and shape[1:] != FRAME
         if self.small:
             flat = nn.Linear(16 * (shape[0] - 2) * (shape[1] - 2), 128)
-            self.layers, size = image_layers([nn.Conv2d(shape[2], 16, 3), flat], args), 128
+            self.layers, size = image_layers([nn.Conv2d(shape[2], 16, 3), flat]), 128
         elif self.axes == 3:
             layers = [nn.Conv2d(STACK, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)]
-            self.layers, size = image_layers([*layers, nn.Linear(64 * 7 * 7, 512)], args), 512
+            self.layers, size = image_layers([*layers, nn.Linear(64 * 7 * 7, 512)]), 512
         else:
             self.layers, size = hidden_layers(*shape, args.layers), args.layers[-1]
         self.head = nn.Linear(size, actions)
