@@ -5,7 +5,7 @@
     python benchmark/studies/learning.py base samples-10  only these
     python benchmark/studies/learning.py --table          print benchmark/results/study as a table
     python benchmark/studies/learning.py --spread base std-1    draw the spread of two settings
-    git worktree add ../games GAMES_COMMIT       the same for mpo_atari.py
+    git worktree add ../games 3e5e87c             the same for mpo_atari.py
     python benchmark/studies/learning.py --study games    on MinAtar's games; --table as above
 
 A run of the first study is 60,000 environment steps; its score is its mean-action return averaged
