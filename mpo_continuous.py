@@ -77,7 +77,6 @@ class Args:
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
     covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
-    range_penalty: float = 0.0  # study: nats, in the E-step's prior, per squared distance outside
     max_std: float = 1e6  # what no standard deviation reaches, such as 1; 1e6 bounds nothing
 
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
@@ -326,8 +325,7 @@ def compute_losses(agent, batch, noise, args):
     critic_loss = masked_mean((q - target).square(), valid)
 
     # E-step gradient: g(eta), then q(a|s)
-    beyond = (sampled - sampled.clamp(-1, 1)).square().sum(-1)
-    log_prior = torch.log_softmax(-args.range_penalty * beyond, dim=-1)  # 1/M within the range
+    log_prior = -math.log(args.num_samples)  # each sample stands for 1/M of pi_i
     eta = agent.log_eta.exp()
     dual_loss = temperature_dual(eta, scores, log_prior, args.epsilon, alive)
     weights = improved_policy(eta.detach(), scores, log_prior)
