@@ -702,8 +702,8 @@ regenerates it. {missing}: not run.
 - In brackets behind a task's mean: lowest and highest seed. Behind a mean over tasks: the 95%
   interval of the bootstrap over seeds (Agarwal et al., 2021).
 - Curves: median and 5/95% quantiles over seeds. Minutes: one thread of a machine with other work.
-- Each CSV holds the command, commit, versions and settings that made it. The first tables:
-  `python benchmark/run.py --tasks dmc18 --seeds 3 --total-timesteps 100000`
+- Each CSV holds the command, commit, versions and settings that made it. All commands, the most
+  wanted first: [everything.sh](everything.sh).
 """
 BOTH = "training / mean action (seeds)"
 

@@ -513,3 +513,25 @@ def test_without_stable_baselines3_it_says_what_to_install(script, monkeypatch, 
     sentence = capsys.readouterr().err
     assert sentence.startswith(f"{script}: ") and sentence.count("\n") == 1
     assert "pip install stable-baselines3" in sentence
+
+
+def test_the_list_of_all_runs_is_one_of_commands_whose_results_the_report_knows():
+    import report
+
+    everything = ["bash", str(BENCHMARK / "everything.sh"), "--dry-run", "--results", "nowhere"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    pipes = dict(env=surroundings() | {"PATH": path}, capture_output=True, text=True)
+    done = subprocess.run(everything, **pipes)
+    assert done.returncode == 0, done.stderr
+    printed = [shlex.split(line) for line in done.stdout.splitlines() if line]
+    commands = [words for words in printed if words[0] == "python"]
+    assert len(commands) > 100 and commands == printed
+    labels = set()
+    for words in commands:
+        folder = Path(words[words.index("--run-dir") + 1])
+        labels.add(folder.parent.parent.relative_to("runs/benchmark").as_posix())
+    scales = {label for label in labels if label.startswith("epg/")}
+    assert len(scales) == 3
+    assert {label.removeprefix("time/") for label in labels - scales} == report.OURS.keys() - {
+        "td3"
+    }
