@@ -152,10 +152,10 @@ def make_game(args):
 
 # ---- Networks. Policy and critic each have their own: DQN's for frames, as in the paper; MinAtar's
 # for small images; hidden layers for vectors, with a layer norm after the first, as usual for MPO.
-def hidden_layers(input_size, sizes):
-    modules = [nn.Linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU(inplace=True)]
+def hidden_layers(input_size, sizes, linear=nn.Linear):
+    modules = [linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU(inplace=True)]
     for size, next_size in zip(sizes, sizes[1:]):
-        modules += [nn.Linear(size, next_size), nn.ReLU(inplace=True)]
+        modules += [linear(size, next_size), nn.ReLU(inplace=True)]
     return nn.Sequential(*modules)
 
 
@@ -239,7 +239,7 @@ def trace_coefficient(log_prob, behaviour_log_prob):
 
 
 def retrace(q, v_next, reward, discount, trace):
-    """Retrace targets. All [B, T]; v_next[t] is E_pi Q'(s_{t+1},.), trace[t] is c_{t+1}."""
+    """Retrace targets. All [B, T]; v_next[t] is E_pi Q'(s_{t+1},.), trace[t] c_{t+1}, to T-2."""
     delta = reward + discount * v_next - q  # r_t + gamma E_pi Q'(s_{t+1},.) - Q'(s_t,a_t)
     corrections = [delta[:, -1]]
     for t in reversed(range(q.shape[1] - 1)):
@@ -356,7 +356,7 @@ def discrete_losses(agent, batch, args):
     """The losses of one step, and metrics. batch [B, T+1, ...]."""
     # of the T steps from s_0 .. s_{T-1}: those behind the end of a game are not valid
     action, behaviour_log_prob, reward, terminated = (x[:, :-1] for x in batch[1:5])
-    valid = (batch.final.cumsum(1) == 0)[:, :-1].float()
+    valid = (batch.final.cumsum(1) == 0)[:, :-1]
     # of s_0 .. s_T: one can act in the first, and where a valid step led without terminating
     alive = F.pad(valid * (1 - terminated), (1, 0), value=1.0)
     state = as_floats(batch.state)  # once for all four networks
@@ -370,9 +370,8 @@ def discrete_losses(agent, batch, args):
         v_next = (log_pi_i.exp() * scores).sum(-1)[:, 1:]  # E_pi Q'(s_{t+1},.)
         log_prob = of_action(log_pi_i[:, :-1], action)
         trace = trace_coefficient(log_prob, behaviour_log_prob) * valid
-        trace_next = F.pad(trace[:, 1:], (0, 1))  # c_{t+1}; behind the window there is none
         discount = args.gamma * (1 - terminated)  # a termination bootstraps nothing, a limit does
-        target = retrace(q_i, v_next, reward, discount, trace_next)
+        target = retrace(q_i, v_next, reward, discount, trace[:, 1:])
 
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
     q = of_action(agent.critic(state[:, :-1]), action)
@@ -573,9 +572,8 @@ class Run:
         tqdm.write(f"{args.env_id}: writing to {self.folder}")
 
     def show_progress(self, returns):
-        """A bar, on a terminal."""
-        words = {"return": np.mean(returns), "update": self.done["updates"]}
-        self.bar.set_postfix(words, refresh=False)
+        words = f"return {np.mean(returns):.1f}, update {self.done['updates']:,}"
+        self.bar.set_postfix_str(words, refresh=False)
         self.bar.update(self.done["steps"] - self.bar.n)
 
     def log(self, returns, evaluated, metrics):
@@ -636,11 +634,14 @@ class Run:
 def write_whole(path, content):
     """Write a file whole or not at all: to one side, down to the disk, then over the old one."""
     aside = path.with_suffix(".tmp")
-    with open(aside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with open(aside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def read_saved(path):
@@ -656,7 +657,6 @@ def read_saved(path):
     return saved
 
 
-# The user's input. Each answer is one sentence and exit code 2, before any work is done.
 def refuse(sentence, code=2):
     print(f"{ORIGIN[0]}: {sentence}", file=sys.stderr, flush=True)
     raise SystemExit(code)

@@ -74,6 +74,7 @@ PATIENCE = 600  # seconds of computing; a change that makes the tests hang is no
 SAME = [
     ("head.weight.data.mul_(", "0.02"),  # a start near zero, whichever
     ("nn.ReLU(inplace=", "False"),  # the same numbers, more slowly
+    ("action = mean ", "-"),  # the noise is symmetric
     ("0.5 * (trace - ", "cholesky_i"),  # both are [..., A, A]
     ("0.5 * (trace - cholesky.shape[-", "2"),  # the same
     ("clamp(min=", "2e-30"),  # a weight of 0 times any logarithm
