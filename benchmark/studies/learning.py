@@ -1,6 +1,6 @@
 """Which settings learn: one change at a time, the tables behind docs/defaults.md.
 
-    git worktree add ../study 57c9a3c       the candidates are flags of its mpo_continuous.py
+    git worktree add ../study 91d9c33       the candidates are flags of its mpo_continuous.py
     python benchmark/studies/learning.py                  run what is missing, setting by setting
     python benchmark/studies/learning.py base samples-10  only these
     python benchmark/studies/learning.py --table          print benchmark/results/study as a table
@@ -44,12 +44,15 @@ class Study:
 CONTINUOUS = {
     "base": (None, []),
     "samples-10": ("base", ["--num-samples", "10"]),
+    "sigma-1e-5": ("samples-10", ["--epsilon-sigma", "1e-5"]),
+    "sigma-1e-6": ("samples-10", ["--epsilon-sigma", "1e-6"]),
+    "range": ("samples-10", ["--range-penalty", "1"]),
+    "wide": ("samples-10", ["--policy-layers", "256", "256", "--critic-layers", "256", "256"]),
     "std-1": ("samples-10", ["--max-std", "1"]),
     "pink": ("samples-10", ["--noise-exponent", "1"]),
     "norms": ("samples-10", ["--critic-norms", "every"]),
     "pace": ("samples-10", ["--epsilon-mu", "1e-3", "--policy-learning-rate", "3e-4"]),
     "usual-betas": ("samples-10", ["--multiplier-beta", "0.999"]),
-    "sigma-1e-5": ("samples-10", ["--epsilon-sigma", "1e-5"]),
     "std-1-sigma-1e-5": ("std-1", ["--epsilon-sigma", "1e-5"]),
     "std-1-norms": ("std-1", ["--critic-norms", "every"]),
     "std-1-bound": ("std-1", ["--bound-targets"]),
