@@ -239,7 +239,7 @@ def trace_coefficient(log_prob, behaviour_log_prob):
 
 
 def retrace(q, v_next, reward, discount, trace):
-    """Retrace targets. All [B, T]; v_next[t] is E_pi Q'(s_{t+1},.), trace[t] c_{t+1}, to T-2."""
+    """Retrace targets [B, T]. v_next[:, t] is E_pi Q'(s_{t+1},.), trace[:, t < T-1] is c_{t+1}."""
     delta = reward + discount * v_next - q  # r_t + gamma E_pi Q'(s_{t+1},.) - Q'(s_t,a_t)
     corrections = [delta[:, -1]]
     for t in reversed(range(q.shape[1] - 1)):

@@ -169,8 +169,8 @@ class Policy(nn.Module):
         cholesky = torch.diag_embed(diagonal)  # A_ii <- log(1 + exp(A_ii))
         if self.args.covariance == "full":
             cholesky = cholesky + raw.tril(-1)
-        variance = cholesky.square().sum(-1, keepdim=True)  # of each action; rows are shortened
-        return mean, cholesky * (1 + variance / self.args.max_std**2).rsqrt()
+        variance = cholesky.square().sum(-1, keepdim=True)  # of each action
+        return mean, cholesky * (1 + variance / self.args.max_std**2).rsqrt()  # below max_std
 
 
 class ManyRows(nn.Linear):
@@ -228,7 +228,7 @@ def trace_coefficient(log_prob, behaviour_log_prob):
 
 
 def retrace(q, v_next, reward, discount, trace):
-    """Retrace targets. All [B, T]; v_next[t] is E_pi Q'(s_{t+1},.), trace[t] c_{t+1}, to T-2."""
+    """Retrace targets [B, T]. v_next[:, t] is E_pi Q'(s_{t+1},.), trace[:, t < T-1] is c_{t+1}."""
     delta = reward + discount * v_next - q  # r_t + gamma E_pi Q'(s_{t+1},.) - Q'(s_t,a_t)
     corrections = [delta[:, -1]]
     for t in reversed(range(q.shape[1] - 1)):
@@ -314,8 +314,8 @@ class Replay:
 def compute_losses(agent, batch, noise, args):
     """The losses of one step, and metrics. batch [B, T+1, ...], noise [B, T+1, M, A] of N(0, I)."""
     # of the T steps from s_0 .. s_{T-1}: those behind the end of an episode are not valid
-    action, behaviour_log_prob, reward, terminated = (x[:, :-1] for x in batch[1:5])
-    valid = (batch.final.cumsum(1) == 0)[:, :-1]
+    state, action, behaviour_log_prob, reward, terminated, final = (x[:, :-1] for x in batch)
+    valid = final.cumsum(1) == 0
     # of s_0 .. s_T: one can act in the first, and where a valid step led without terminating
     alive = F.pad(valid * (1 - terminated), (1, 0), value=1.0)
 
@@ -325,7 +325,7 @@ def compute_losses(agent, batch, noise, args):
         sampled = mean_i.unsqueeze(-2) + noise @ cholesky_i.mT  # a_m = mu_i + L_i z_m
         scores = agent.target_critic(batch.state, sampled)  # [B, T+1, M]
 
-        q_i = agent.target_critic(batch.state[:, :-1], action)
+        q_i = agent.target_critic(state, action)
         v_next = scores[:, 1:].mean(-1)  # E_pi Q'(s_{t+1},.)
         log_pi_i = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], action.unsqueeze(-2))
         trace = trace_coefficient(log_pi_i.squeeze(-1), behaviour_log_prob) * valid
@@ -333,7 +333,7 @@ def compute_losses(agent, batch, noise, args):
         target = retrace(q_i, v_next, reward, discount, trace[:, 1:])
 
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
-    q = agent.critic(batch.state[:, :-1], action)
+    q = agent.critic(state, action)
     critic_loss = masked_mean((q - target).square(), valid)
 
     # E-step gradient: g(eta), then q(a|s)
@@ -418,7 +418,7 @@ def q_minus_return(critic, episode, args):
     state, action, _, reward, terminated, _ = (x.to(args.device).unsqueeze(0) for x in episode)
     zero, one = torch.zeros_like(reward), torch.ones_like(reward)
     rest = retrace(zero, zero, reward, args.gamma * one, one)  # sum_j gamma^{j-t} r_j
-    known = slice(-1 if terminated.any() else -501)  # a time limit cuts off what would have come
+    known = slice(-1 if terminated.any() else -501)  # a limit cuts off the rest of the last 500
     return (critic(state, action) - rest)[:, known].mean()
 
 
@@ -684,15 +684,15 @@ def parse_args(words=None):
         refuse("--resume trains and --evaluate does not: give one of them.")
     if not typed.resume and not typed.evaluate:
         return tyro.cli(Args, args=words, default=Args(**PAPER)) if typed.paper else typed
-    path = Path(typed.resume or typed.evaluate)
-    if not path.is_file():
-        path = path / ("checkpoint.pt" if typed.resume else "model.pt")
-    saved = Args(**read_saved(path)["args"] | {"resume": "", "capture_video": False})
-    args = tyro.cli(Args, args=words, default=saved)
+    path = Path(typed.resume, "checkpoint.pt") if typed.resume else Path(typed.evaluate)
+    path = path / "model.pt" if path.is_dir() else path
+    saved = read_saved(path)["args"] | {"resume": "", "capture_video": False}
+    if saved.keys() != vars(typed).keys():
+        refuse(f"{path} is of another version of {ORIGIN[0]}, with other settings.")
+    args = tyro.cli(Args, args=words, default=Args(**saved))
     args.evaluate = str(path) if args.evaluate else ""
-    names = list(vars(args))
-    for name in names[: names.index("total_timesteps")]:
-        was, now = getattr(saved, name), getattr(args, name)
+    for name in list(saved)[: list(saved).index("total_timesteps")]:
+        was, now = saved[name], getattr(args, name)
         if was != now and not (name == "seed" and args.evaluate):
             refuse(f"{path} has {name} {was}, which cannot change to {now}.")
     return args

@@ -75,6 +75,8 @@ SAME = [
     ("head.weight.data.mul_(", "0.02"),  # a start near zero, whichever
     ("nn.ReLU(inplace=", "False"),  # the same numbers, more slowly
     ("action = mean ", "-"),  # the noise is symmetric
+    ("if x.dim() ", "<="),  # a product or a convolution: the same numbers, more slowly
+    ("if x.dim() < ", "5"),  # the same
     ("0.5 * (trace - ", "cholesky_i"),  # both are [..., A, A]
     ("0.5 * (trace - cholesky.shape[-", "2"),  # the same
     ("clamp(min=", "2e-30"),  # a weight of 0 times any logarithm

@@ -86,7 +86,7 @@ REFUSED = {  # flags, and what the sentence must name
     "a folder where nothing can be made": (dict(run_dir="/proc/run"), ["/proc/run"]),
     "resuming what is no folder": (dict(resume="nowhere"), ["nowhere", "missing"]),
     "resuming an empty folder": (dict(resume="empty"), ["empty", "missing"]),
-    "resuming a file": (dict(resume="full/model.pt"), ["full/model.pt"]),
+    "resuming a file": (dict(resume="full/checkpoint.pt"), ["full/checkpoint.pt", "missing"]),
     "resuming another task": (dict(resume="full", env_id="Pendulum-v1"), [TASK, "Pendulum-v1"]),
     "resuming our default task": (
         dict(resume="full", env_id="dm_control/walker-walk-v0"),

@@ -268,6 +268,19 @@ def test_a_run_of_another_script_or_format_is_refused_by_name(
             assert f"{name}/" in sentence and f"{origin[0]}, format {origin[1]}" in sentence
 
 
+def test_a_run_of_a_version_with_other_settings_is_refused(script, trained, tmp_path, capsys):
+    """As a study's, with a flag that is gone or not there yet; its format has the same number."""
+    saved = load(trained / "checkpoint.pt")
+    fewer = {name: value for name, value in saved["args"].items() if name != "window"}
+    for name, args in (("fewer", fewer), ("more", saved["args"] | {"colour": "red"})):
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.save(saved | {"args": args}, folder / "checkpoint.pt")
+        for words in (flags(resume=folder), flags(evaluate=folder / "checkpoint.pt")):
+            sentence = refusal(script, words, capsys)
+            assert f"{name}/checkpoint.pt" in sentence and "another version" in sentence
+
+
 @pytest.mark.parametrize("pair", [(a, b) for a in CONTINUOUS for b in CONTINUOUS[:1] if a != b])
 def test_a_run_of_a_script_is_refused_by_the_first_which_names_it(pair, tmp_path, capsys):
     other, first = (param.values[0] for param in pair)
