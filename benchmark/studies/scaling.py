@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/scaling.md"
-MARKS = "<!-- tables of benchmark/scaling.py -->\n", "<!-- end of the tables -->\n"
+MARKS = "<!-- tables of benchmark/studies/scaling.py -->\n", "<!-- end of the tables -->\n"
 TASK, STEPS, UPDATES = "dm_control/humanoid-run-v0", 100, 20
 
 
