@@ -526,7 +526,7 @@ def test_a_run_of_another_torchrun_is_never_taken_for_its_own(runs):
 def test_a_mistake_of_the_user_is_named_once_and_not_once_for_each_worker(runs):
     folder, done = runs
     (sentence,) = sentences(done["refused"])
-    assert "--gamma must be below 1" in sentence
+    assert "--gamma must be above 0 and below 1" in sentence
     assert not (folder / "refused").exists()
 
 
