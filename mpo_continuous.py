@@ -85,7 +85,7 @@ class Args:
     learning_starts: int = 2000  # environment steps before the first gradient step
     buffer_size: int = 1_000_000  # steps kept in the replay
 
-    total_timesteps: int = 100_000  # environment steps to train for
+    total_timesteps: int = 100_000  # environment steps to train for; above learning_starts
     run_dir: str = ""  # folder of this run; empty: runs/TASK__SCRIPT__SEED__TIME
     resume: str = ""  # continue the run in this folder; settings above total_timesteps stay
     evaluate: str = ""  # train nothing; evaluate the policy saved in this folder or file

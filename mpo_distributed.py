@@ -93,7 +93,7 @@ class Args:
     learning_starts: int = 2000  # environment steps, of all workers, before the first gradient step
     buffer_size: int = 1_000_000  # steps kept in each worker's replay
 
-    total_timesteps: int = 100_000  # environment steps to train for, of all workers
+    total_timesteps: int = 100_000  # steps, of all workers, to train for; above learning_starts
     run_dir: str = ""  # folder of this run; empty: runs/TASK__SCRIPT__SEED__TIME
     resume: str = ""  # continue the run in this folder; settings above total_timesteps stay
     evaluate: str = ""  # train nothing; evaluate the policy saved in this folder or file
