@@ -75,20 +75,12 @@ class Args:
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
     covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
-    critic_norms: Literal["first", "every"] = "first"  # study: layer norm after which critic layers
-    bound_targets: bool = False  # study: targets stay below max(0, largest reward) / (1 - gamma)
-    noise_exponent: float = 0.0  # study: exploration noise of power 1/f^this; 0: white
-    alternate_noise: bool = False  # study: white noise in every other episode
-    range_penalty: float = 0.0  # study: nats, in the E-step's prior, per squared distance outside
-    initial_std: float = 0.5  # study: standard deviation of the untrained policy
     max_std: float = 1e6  # what no standard deviation reaches, such as 1; 1e6 bounds nothing
 
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
     updates_per_step: float = 1.0  # gradient steps per step (paper: 1000 per episode of 1000 steps)
-    critic_target_period: int = 0  # study: the same for the critic alone; 0: as target_period
-    multiplier_beta: float = 0.9  # study: Adam's second beta for the multipliers
     target_period: int = 100  # gradient steps between copies of the targets (paper: 1000)
     learning_starts: int = 2000  # environment steps before the first gradient step
     buffer_size: int = 1_000_000  # steps kept in the replay
@@ -138,11 +130,10 @@ def make_env(args):
 
 
 # ---- Networks. The paper gives their sizes; a layer norm after the first layer is usual for MPO.
-def hidden_layers(input_size, sizes, linear=nn.Linear, norms="first"):
+def hidden_layers(input_size, sizes, linear=nn.Linear):
     modules = [linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU(inplace=True)]
     for size, next_size in zip(sizes, sizes[1:]):
-        norm = [nn.LayerNorm(next_size)] if norms == "every" else []
-        modules += [linear(size, next_size), *norm, nn.ReLU(inplace=True)]
+        modules += [linear(size, next_size), nn.ReLU(inplace=True)]
     return nn.Sequential(*modules)
 
 
@@ -158,7 +149,7 @@ class Policy(nn.Module):
         for head in (self.mean, self.factor):  # start at N(0, 0.5^2 I), nearly
             head.weight.data.mul_(0.01)
             head.bias.data.zero_()
-        start = args.initial_std / math.sqrt(1 - (args.initial_std / args.max_std) ** 2)
+        start = 0.5 / math.sqrt(1 - (0.5 / args.max_std) ** 2)  # forward() makes it 0.5 again
         self.offset = math.log(math.expm1(start - 0.01))  # softplus gives start - 0.01
 
     def forward(self, state):
@@ -186,9 +177,7 @@ class Critic(nn.Module):
 
     def __init__(self, state_size, action_size, args):
         super().__init__()
-        self.hidden = hidden_layers(
-            state_size + action_size, args.critic_layers, ManyRows, args.critic_norms
-        )
+        self.hidden = hidden_layers(state_size + action_size, args.critic_layers, ManyRows)
         self.value = nn.Linear(args.critic_layers[-1], 1)
 
     def forward(self, state, action):
@@ -207,7 +196,6 @@ class Agent(nn.Module):
         self.policy, self.critic = policy, critic
         self.target_policy = copy.deepcopy(policy).requires_grad_(False)
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
-        self.register_buffer("bound", torch.zeros(()))  # of any value, by the rewards seen
         for name, start in multipliers.items():
             self.register_parameter(f"log_{name}", nn.Parameter(torch.tensor(math.log(start))))
 
@@ -335,8 +323,6 @@ def compute_losses(agent, batch, noise, args):
         trace = trace_coefficient(log_pi_i.squeeze(-1), behaviour_log_prob) * valid
         discount = args.gamma * (1 - terminated)  # a termination bootstraps nothing, a limit does
         target = retrace(q_i, v_next, reward, discount, trace[:, 1:])
-        if args.bound_targets:
-            target = target.clamp(max=agent.bound)
 
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
     q = agent.critic(state, action)
@@ -344,9 +330,6 @@ def compute_losses(agent, batch, noise, args):
 
     # E-step gradient: g(eta), then q(a|s)
     log_prior = -math.log(args.num_samples)  # each sample stands for 1/M of pi_i
-    if args.range_penalty:
-        beyond = (sampled - sampled.clamp(-1, 1)).square().sum(-1)
-        log_prior = torch.log_softmax(-args.range_penalty * beyond, dim=-1)
     eta = agent.log_eta.exp()
     dual_loss = temperature_dual(eta, scores, log_prior, args.epsilon, alive)
     weights = improved_policy(eta.detach(), scores, log_prior)
@@ -393,16 +376,6 @@ def gradient_step(agent, optimiser, losses):
 
 
 # ---- Episodes, and the training loop.
-def coloured_noise(exponent, steps, action_size):
-    """z [steps, A], each N(0, 1), whose power over time falls as 1/f^exponent; 0 is white noise."""
-    frequency = torch.fft.fftfreq(steps).abs()
-    frequency[0] = 1 / steps  # a constant is as strong as the slowest wave
-    amplitude = frequency ** (-exponent / 2)
-    amplitude /= amplitude.square().mean().sqrt()
-    spectrum = torch.fft.fft(torch.randn(steps, action_size), dim=0) * amplitude.unsqueeze(-1)
-    return torch.fft.ifft(spectrum, dim=0).real
-
-
 @torch.no_grad()
 def run_episode(env, policy, args, number, explore=True):
     """The rows of one episode, lived with the mean action unless to explore."""
@@ -411,10 +384,7 @@ def run_episode(env, policy, args, number, explore=True):
     rows, over = [], False
     while not over:
         mean, cholesky = policy(torch.as_tensor(state, dtype=torch.float32, device=args.device))
-        if explore and len(rows) % 1000 == 0:
-            white = args.alternate_noise and number % 2
-            noise = coloured_noise(0.0 if white else args.noise_exponent, 1000, len(mean))
-        z = noise[len(rows) % 1000] if explore else torch.zeros(len(mean))
+        z = torch.randn(len(mean)) if explore else torch.zeros(len(mean))
         action = mean + cholesky @ z.to(args.device)
         log_prob = gaussian_log_prob(mean, cholesky, action.unsqueeze(0)).item()
         action = action.cpu().numpy()  # kept as drawn; environment and critic clip it
@@ -456,11 +426,7 @@ def main(args):
         {"params": policy.parameters(), "lr": args.policy_learning_rate},
         {"params": critic.parameters(), "lr": args.learning_rate},
         # equal betas: after a burst the multipliers come back as fast as they went
-        {
-            "params": agent.parameters(recurse=False),
-            "lr": 2e-3,
-            "betas": (0.9, args.multiplier_beta),
-        },
+        {"params": agent.parameters(recurse=False), "lr": 2e-3, "betas": (0.9, 0.9)},
     ]
     optimiser = torch.optim.Adam(groups, fused=True)
     replay = Replay(args.buffer_size + 1, *sizes)  # the newest row is a final one
@@ -474,7 +440,6 @@ def main(args):
             while len(returns) < args.trajectories or done["steps"] < args.learning_starts:
                 episode = run_episode(env, policy, args, done["episodes"])
                 replay.add_episode(episode)
-                agent.bound.clamp_(min=episode.reward.max().item() / (1 - args.gamma))
                 returns.append(episode.reward.sum().item())
                 done["episodes"] += 1
                 done["steps"] += len(episode.reward) - 1
@@ -489,7 +454,6 @@ def main(args):
                 done["updates"] += 1
                 if done["updates"] % args.target_period == 0:  # theta_i = theta, phi' = phi
                     agent.target_policy.load_state_dict(policy.state_dict())
-                if done["updates"] % (args.critic_target_period or args.target_period) == 0:
                     agent.target_critic.load_state_dict(critic.state_dict())
                 run.show_progress(returns)
 
