@@ -152,10 +152,12 @@ def make_game(args):
 
 # ---- Networks. Policy and critic each have their own: DQN's for frames, as in the paper; MinAtar's
 # for small images; hidden layers for vectors, with a layer norm after the first, as usual for MPO.
-def hidden_layers(input_size, sizes, linear=nn.Linear):
-    modules = [linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU(inplace=True)]
-    for size, next_size in zip(sizes, sizes[1:]):
-        modules += [linear(size, next_size), nn.ReLU(inplace=True)]
+def hidden_layers(input_size, sizes, linear=nn.Linear, norms=1):
+    """Linear layers and ReLUs, with a layer norm in the first few."""
+    modules = []
+    for number, (size, next_size) in enumerate(zip((input_size, *sizes), sizes)):
+        norm = [nn.LayerNorm(next_size)] if number < norms else []
+        modules += [linear(size, next_size), *norm, nn.ReLU(inplace=True)]
     return nn.Sequential(*modules)
 
 

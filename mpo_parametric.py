@@ -72,7 +72,7 @@ class Args:
     constraint: Literal["kl", "entropy"] = "kl"  # entropy: no bounds, but a bonus on the entropy
     entropy_scale: float = 0.01  # weight of that bonus, in units of the reward
     normalise_advantage: bool = True  # bounds only: A in standard deviations (paper: False)
-    num_samples: int = 20  # M, the actions sampled per state to estimate integrals
+    num_samples: int = 10  # M, the actions sampled per state to estimate integrals
     policy_samples: Literal[0, 1] = 0  # of them in the policy's gradient: 1, or 0 for all M
     policy_period: int = 1000  # gradient steps between copies of the target policy (paper: 1000)
     window: int = 8  # T, the steps in a replayed window, after which Retrace bootstraps
@@ -80,10 +80,9 @@ class Args:
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
     covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
-    max_std: float = 1e6  # what no standard deviation reaches, such as 1; 1e6 bounds nothing
 
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
-    policy_learning_rate: float = 1e-4  # Adam's rate for the policy (paper: 5e-4)
+    policy_learning_rate: float = 3e-4  # Adam's rate for the policy (paper: 5e-4)
     trajectories: int = 1  # L, the episodes collected before each round of gradient steps
     updates_per_step: float = 1.0  # gradient steps per step (paper: 1000 per episode of 1000 steps)
     target_period: int = 100  # gradient steps between copies of the target critic (paper: 1000)
@@ -134,11 +133,13 @@ def make_env(args):
     return gym.wrappers.ClipAction(env)
 
 
-# ---- Networks. The paper gives their sizes; a layer norm after the first layer is usual for MPO.
-def hidden_layers(input_size, sizes, linear=nn.Linear):
-    modules = [linear(input_size, sizes[0]), nn.LayerNorm(sizes[0]), nn.ReLU(inplace=True)]
-    for size, next_size in zip(sizes, sizes[1:]):
-        modules += [linear(size, next_size), nn.ReLU(inplace=True)]
+# ---- Networks. The paper gives their sizes; layer norms, in the critic after each layer, are ours.
+def hidden_layers(input_size, sizes, linear=nn.Linear, norms=1):
+    """Linear layers and ReLUs, with a layer norm in the first few."""
+    modules = []
+    for number, (size, next_size) in enumerate(zip((input_size, *sizes), sizes)):
+        norm = [nn.LayerNorm(next_size)] if number < norms else []
+        modules += [linear(size, next_size), *norm, nn.ReLU(inplace=True)]
     return nn.Sequential(*modules)
 
 
@@ -147,15 +148,14 @@ class Policy(nn.Module):
 
     def __init__(self, state_size, action_size, args):
         super().__init__()
-        self.args = args
+        self.full = args.covariance == "full"
         self.hidden = hidden_layers(state_size, args.policy_layers)
         self.mean = nn.Linear(args.policy_layers[-1], action_size)
         self.factor = nn.Linear(args.policy_layers[-1], action_size**2)
         for head in (self.mean, self.factor):  # start at N(0, 0.5^2 I), nearly
             head.weight.data.mul_(0.01)
             head.bias.data.zero_()
-        start = 0.5 / math.sqrt(1 - (0.5 / args.max_std) ** 2)  # forward() makes it 0.5 again
-        self.offset = math.log(math.expm1(start - 0.01))  # softplus gives start - 0.01
+        self.offset = math.log(math.expm1(0.49))  # softplus gives 0.49, and forward() adds 0.01
 
     def forward(self, state):
         """state [..., S] -> mean [..., A], Cholesky factor [..., A, A]."""
@@ -164,10 +164,9 @@ class Policy(nn.Module):
         raw = self.factor(h).unflatten(-1, (mean.shape[-1], mean.shape[-1]))
         diagonal = F.softplus(raw.diagonal(dim1=-2, dim2=-1) + self.offset) + 0.01
         cholesky = torch.diag_embed(diagonal)  # A_ii <- log(1 + exp(A_ii))
-        if self.args.covariance == "full":
+        if self.full:
             cholesky = cholesky + raw.tril(-1)
-        variance = cholesky.square().sum(-1, keepdim=True)  # of each action
-        return mean, cholesky * (1 + variance / self.args.max_std**2).rsqrt()  # below max_std
+        return mean, cholesky
 
 
 class ManyRows(nn.Linear):
@@ -182,8 +181,9 @@ class Critic(nn.Module):
 
     def __init__(self, state_size, action_size, args):
         super().__init__()
-        self.hidden = hidden_layers(state_size + action_size, args.critic_layers, ManyRows)
-        self.value = nn.Linear(args.critic_layers[-1], 1)
+        sizes = args.critic_layers
+        self.hidden = hidden_layers(state_size + action_size, sizes, ManyRows, norms=len(sizes))
+        self.value = nn.Linear(sizes[-1], 1)
 
     def forward(self, state, action):
         """state [..., S], action [..., A] -> [...]; or M actions each, [..., M, A] -> [..., M]."""
@@ -631,7 +631,7 @@ def check(args):
     """Refuse settings that cannot work: a number is 0 only where its default may be."""
     for name, default in vars(Args()).items():
         value, zero = getattr(args, name), not default or name == "seed"
-        low = {"max_std": 0.5, "total_timesteps": args.learning_starts}.get(name, 0)
+        low = args.learning_starts if name == "total_timesteps" else 0
         high = 1 if name == "gamma" else 10**9
         numbers = np.atleast_1d(value) if type(default) in (int, float, tuple) else [1]
         if not len(numbers) or not all(low <= x < high and (x > low or zero) for x in numbers):

@@ -26,7 +26,6 @@ SETTINGS = {
     "the defaults": {},
     "--joint-bound": {"joint_bound": True},
     "--covariance diagonal": {"covariance": "diagonal"},
-    "--max-std 1": {"max_std": 1.0},
 }
 
 
@@ -47,6 +46,7 @@ def load_old():
 def new_agent(args):
     """Networks whose targets differ from them, as between two copies of the targets."""
     networks = new.Policy(S, A, args), new.Critic(S, A, args)
+    networks[1].hidden[4] = torch.nn.Identity()  # a layer norm that the critic did not have then
     agent = new.Agent(*networks, **MULTIPLIERS).double()
     with torch.no_grad():
         for parameter in agent.parameters():
@@ -55,9 +55,8 @@ def new_agent(args):
 
 
 def old_agent(old, args, agent):
-    """The same weights under the names that they had; before, no bound was written 0."""
-    bound = args.max_std if args.max_std < 1e6 else 0
-    shape = (args.policy_layers, 0.5, 0.01, bound, args.covariance, True)
+    """The same weights under the names that they had."""
+    shape = (args.policy_layers, 0.5, 0.01, 0, args.covariance, True)
     networks = old.Policy(S, A, *shape), old.Critic(S, A, args.critic_layers)
     twin = old.Agent(*networks, **MULTIPLIERS).double()
     names = twin.state_dict().keys()

@@ -63,8 +63,6 @@ REFUSED = {  # flags, and what the sentence must name
     "a negative seed": (dict(seed=-1), ["--seed", "0 or more", "-1"]),
     "a seed beyond 64 bits": (dict(seed=2**70), ["--seed"]),
     "a negative time limit": (dict(time_limit=-5), ["--time-limit", "0 or more"]),
-    "a greatest deviation of nothing": (dict(max_std=0.0), ["--max-std"]),
-    "a greatest deviation at the start": (dict(max_std=0.5), ["--max-std", "above 0.5"]),
     "fewer steps than it takes to start": (
         dict(total_timesteps=100),
         ["--total-timesteps", "above 100", "100"],
