@@ -1,6 +1,6 @@
 """Which settings learn: one change at a time, the tables behind docs/defaults.md.
 
-    git worktree add ../study 91d9c33       the candidates are flags of its mpo_continuous.py
+    git worktree add ../study ecc040f       the candidates are flags of its mpo_continuous.py
     python benchmark/studies/learning.py                  run what is missing, setting by setting
     python benchmark/studies/learning.py base samples-10  only these
     python benchmark/studies/learning.py --table          print benchmark/results/study as a table
@@ -55,11 +55,20 @@ CONTINUOUS = {
         "samples-10",
         ["--critic-norms", "every", "--policy-learning-rate", "3e-4"],
     ),
+    "norms-rate-3e-4-samples-20": ("norms-rate-3e-4", ["--num-samples", "20"]),
+    "norms-rate-3e-4-std-1": ("norms-rate-3e-4", ["--max-std", "1"]),
+    "norms-rate-3e-4-sigma-1e-5": ("norms-rate-3e-4", ["--epsilon-sigma", "1e-5"]),
     "norms-rate-5e-4": ("norms-rate-3e-4", ["--policy-learning-rate", "5e-4"]),
     "range": ("samples-10", ["--range-penalty", "1"]),
     "wide": ("samples-10", ["--policy-layers", "256", "256", "--critic-layers", "256", "256"]),
     "std-1": ("samples-10", ["--max-std", "1"]),
     "pink": ("samples-10", ["--noise-exponent", "1"]),
+    "alternate": ("samples-10", ["--noise-exponent", "1", "--alternate-noise"]),
+    "half-pink": ("samples-10", ["--noise-exponent", "0.5"]),
+    "rate-3e-4-start-1": ("rate-3e-4", ["--initial-std", "1"]),
+    "rate-3e-4-start-1-pink": ("rate-3e-4-start-1", ["--noise-exponent", "1"]),
+    "rate-3e-4-pink": ("rate-3e-4", ["--noise-exponent", "1"]),
+    "rate-3e-4-alternate": ("rate-3e-4", ["--noise-exponent", "1", "--alternate-noise"]),
     "norms": ("samples-10", ["--critic-norms", "every"]),
     "pace": ("samples-10", ["--epsilon-mu", "1e-3", "--policy-learning-rate", "3e-4"]),
     "usual-betas": ("samples-10", ["--multiplier-beta", "0.999"]),
@@ -188,22 +197,28 @@ def draw_spread(study, names, path, results=BENCHMARK / "results"):
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FixedLocator, NullLocator
 
-    figure, axes = plt.subplots(2, 3, figsize=(9, 4.6), layout="constrained", sharex=True)
+    shape = dict(figsize=(9, 4.6), layout="constrained", sharex=True, sharey=True)
+    figure, axes = plt.subplots(2, 3, **shape)
     colours = ["#D55E00", "#0072B2", "#009E73", "#CC79A7"]
     for axis, task in zip(axes.flat, study.tasks):
         for name, colour in zip(names, colours):
-            for number, seed in enumerate(study.seeds):
+            for seed in study.seeds:
                 file = results / study.label / name / task / f"seed{seed}.csv"
                 rows = read_result(file)[1] if file.exists() else []
                 rows = [row for row in rows if row.get("std_max") is not None]
                 x, y = [row["env_steps"] for row in rows], [row["std_max"] for row in rows]
-                axis.plot(x, y, color=colour, linewidth=1.4, label=None if number else name)
+                axis.plot(x, y, color=colour, linewidth=1.4)
         axis.axhline(1, color="#999999", linewidth=0.8, linestyle=":")
         axis.set_title(task, fontsize=10)
         axis.set_yscale("log")
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(names), frameon=False)
+        axis.yaxis.set_major_locator(FixedLocator([0.5, 1, 2, 4, 8, 16]))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
+    lines = [Line2D([], [], color=colour) for _, colour in zip(names, colours)]
+    figure.legend(lines, names, loc="outside upper center", ncols=len(names), frameon=False)
     figure.supxlabel("environment steps", fontsize=10)
     figure.supylabel("greatest standard deviation", fontsize=10)
     figure.savefig(path, dpi=110)

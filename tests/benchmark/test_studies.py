@@ -180,6 +180,13 @@ def test_a_setting_without_a_run_in_common_is_shown_and_not_compared(tmp_path):
     assert cells(learning.table(STUDY, tmp_path))["base"]["shared runs"] == "12"
 
 
+def test_the_table_of_the_study_in_the_docs_is_the_one_its_csvs_give():
+    text = (ROOT / "docs/defaults.md").read_text()
+    block = text.partition("<!-- study -->")[2].partition("<!-- end of study -->")[0]
+    same = block.strip() == learning.table(learning.STUDIES["continuous"])
+    assert same, "python benchmark/studies/learning.py --table prints another table"
+
+
 # ---- sensitivity.py.
 def test_sensitivity_scales_the_defaults_of_the_script(tmp_path):
     default = mpo_continuous.Args()
