@@ -8,8 +8,8 @@
 
 With --max-restarts 3, torchrun starts the group again when a worker dies, from its last checkpoint.
 Started by python, it is a group of one. G workers take one gradient step, on G batches, for every G
-environment steps. Returns to expect of walker-walk (mean action, three seeds of one worker, which
-differ much): about 140 of 1000 after 20,000 gradient steps, 580 after 50,000, 810 after 100,000.
+environment steps. Returns to expect of walker-walk (mean action, one seed of one worker; seeds
+differ much): about 240 of 1000 after 20,000 gradient steps, 630 after 50,000, 930 after 100,000.
 
     theta, phi          the policy pi being fitted, and the critic Q
     theta_i, phi'       their targets: the policy pi_i that pi started from, and Q'
