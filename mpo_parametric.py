@@ -8,8 +8,8 @@
     python mpo_parametric.py --constraint entropy                      the paper's EPG + Retrace
     python mpo_parametric.py --constraint entropy --policy-samples 1   its actor-critic + Retrace
 
-Returns to expect of walker-walk (mean action, a single seed): about 170 of 1000 after 20,000 steps,
-380 after 50,000, 750 after 100,000.
+Returns to expect of walker-walk (mean action, a single seed): about 300 of 1000 after 20,000 steps,
+670 after 50,000, 950 after 100,000.
 
     theta, phi          the policy q(a|s) being improved, and the critic Q
     theta_i, phi'       their targets: the policy pi_i that q started from, and Q'

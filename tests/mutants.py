@@ -69,7 +69,7 @@ PAIRS = [
 OTHER_PART = dict(PAIRS) | {b: a for a, b in PAIRS}
 DROPPED = "detach exp log square sqrt rsqrt abs mT long float clone".split()
 SLOW_IMPORTS = "shimmy hypothesis scipy.stats scipy.optimize torch._dynamo".split()
-PATIENCE = 600  # seconds of computing; a change that makes the tests hang is noticed
+PATIENCE = 200  # seconds of computing; a change that makes the tests hang is noticed
 # changes that make no difference: what stands before it in the line, the new text, and why
 SAME = [
     ("head.weight.data.mul_(", "0.02"),  # a start near zero, whichever
