@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.common.exceptions import TimeoutException  # noqa: E402
 from selenium.webdriver.chrome.service import Service  # noqa: E402
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -33,6 +34,12 @@ def browser(tmp_path_factory):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     service = Service(DRIVER)  # its path: nothing is fetched
     driver = webdriver.Chrome(options=options, service=service)
+    for _ in range(3):  # the browser's own first page, still loading, may cut in
+        try:
+            driver.get("about:blank")
+            break
+        except TimeoutException:
+            continue
     yield driver
     driver.quit()
 
