@@ -56,6 +56,12 @@ CONTINUOUS = {
         ["--critic-norms", "every", "--policy-learning-rate", "3e-4"],
     ),
     "norms-rate-3e-4-samples-20": ("norms-rate-3e-4", ["--num-samples", "20"]),
+    "norms-rate-3e-4-pink": ("norms-rate-3e-4", ["--noise-exponent", "1"]),
+    "norms-rate-3e-4-half-pink": ("norms-rate-3e-4", ["--noise-exponent", "0.5"]),
+    "norms-rate-3e-4-alternate": (
+        "norms-rate-3e-4",
+        ["--noise-exponent", "1", "--alternate-noise"],
+    ),
     "norms-rate-3e-4-std-1": ("norms-rate-3e-4", ["--max-std", "1"]),
     "norms-rate-3e-4-sigma-1e-5": ("norms-rate-3e-4", ["--epsilon-sigma", "1e-5"]),
     "norms-rate-5e-4": ("norms-rate-3e-4", ["--policy-learning-rate", "5e-4"]),
