@@ -204,6 +204,7 @@ def test_what_is_stored_is_what_the_task_answers_to_the_stored_actions(script):
         state, reward, terminated, truncated, _ = env.step(episode.action[t].numpy())
         assert episode.reward[t] == np.float32(reward)
     assert np.array_equal(episode.state[40], np.float32(state))  # the final observation
+    assert episode.reward[40] == 0, "the sum of the rewards is the return"
     assert truncated and not terminated
     assert all(x.dtype == torch.float32 for x in episode)
 
