@@ -84,6 +84,7 @@ SAME = [
     ("self.head = int(index[-1] + 1) ", "+"),  # the next index is taken modulo the capacity
     ("self.head = (self.head + len(index)) ", "+"),  # the same
     (".generate_state(", "2"),  # more words, of which the first is taken
+    ("modules.insert(-", "3"),  # flattened before a ReLU, or behind it
     ("np.zeros_like(action), ", "1.0"),  # log b of a final row, from which no step is taken
     ("retrace(zero, zero, reward, args.gamma ", "/"),  # times one, or over it
     ("vector_to_parameters(flat ", "*"),  # one worker here; tests/run has several
