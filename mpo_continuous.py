@@ -75,8 +75,6 @@ class Args:
     policy_layers: tuple[int, ...] = (100, 100)  # hidden layers (paper: 100 100; humanoid 200 200)
     critic_layers: tuple[int, ...] = (200, 200)  # hidden layers (paper: 200 200; humanoid 300 300)
     covariance: Literal["full", "diagonal"] = "full"  # of the Gaussian policy (paper: full)
-    critic_norms: Literal["every"] = "every"  # study: as it is; the earlier studies name it
-    twin_critics: bool = False  # study: two critics, and the lesser of their targets
 
     learning_rate: float = 5e-4  # Adam's rate for the critic (paper: 5e-4)
     policy_learning_rate: float = 3e-4  # Adam's rate for the policy (paper: 5e-4)
@@ -176,24 +174,18 @@ class ManyRows(nn.Linear):
 class Critic(nn.Module):
     """Q(s, a, phi). Actions outside [-1, 1] act as clipped ones, so they are scored as such."""
 
-    def __init__(self, state_size, action_size, args, last=False):
+    def __init__(self, state_size, action_size, args):
         super().__init__()
-        last = last or not args.twin_critics
         sizes = args.critic_layers
         self.hidden = hidden_layers(state_size + action_size, sizes, ManyRows, norms=len(sizes))
         self.value = nn.Linear(sizes[-1], 1)
-        self.twin = Critic(state_size, action_size, args, last=True) if not last else None
 
     def forward(self, state, action):
         """state [..., S], action [..., A] -> [...]; or M actions each, [..., M, A] -> [..., M]."""
         if action.dim() > state.dim():
             state = state.unsqueeze(-2).expand(*action.shape[:-1], -1)
-        x = torch.cat([state, action.clamp(-1, 1)], dim=-1)
-        return self.value(self.hidden(x)).squeeze(-1)
-
-    def lesser(self, state, action):
-        q = self(state, action)
-        return q if self.twin is None else torch.minimum(q, self.twin(state, action))
+        h = self.hidden(torch.cat([state, action.clamp(-1, 1)], dim=-1))
+        return self.value(h).squeeze(-1)
 
 
 class Agent(nn.Module):
@@ -323,9 +315,9 @@ def compute_losses(agent, batch, noise, args):
     with torch.no_grad():
         mean_i, cholesky_i = agent.target_policy(batch.state)
         sampled = mean_i.unsqueeze(-2) + noise @ cholesky_i.mT  # a_m = mu_i + L_i z_m
-        scores = agent.target_critic.lesser(batch.state, sampled)  # [B, T+1, M]
+        scores = agent.target_critic(batch.state, sampled)  # [B, T+1, M]
 
-        q_i = agent.target_critic.lesser(state, action)
+        q_i = agent.target_critic(state, action)
         v_next = scores[:, 1:].mean(-1)  # E_pi Q'(s_{t+1},.)
         log_pi_i = gaussian_log_prob(mean_i[:, :-1], cholesky_i[:, :-1], action.unsqueeze(-2))
         trace = trace_coefficient(log_pi_i.squeeze(-1), behaviour_log_prob) * valid
@@ -335,9 +327,6 @@ def compute_losses(agent, batch, noise, args):
     # Q-function gradient: (Q(s_t, a_t, phi) - Q_t^ret)^2
     q = agent.critic(state, action)
     critic_loss = masked_mean((q - target).square(), valid)
-    if args.twin_critics:
-        other = agent.critic.twin(state, action)
-        critic_loss = critic_loss + masked_mean((other - target).square(), valid)
 
     # E-step gradient: g(eta), then q(a|s)
     log_prior = -math.log(args.num_samples)  # each sample stands for 1/M of pi_i
