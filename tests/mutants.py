@@ -85,6 +85,8 @@ SAME = [
     ("self.head = (self.head + len(index)) ", "+"),  # the same
     (".generate_state(", "2"),  # more words, of which the first is taken
     ("modules.insert(-", "3"),  # flattened before a ReLU, or behind it
+    ("if self.stack > ", "2"),  # a stack is 4 or 1
+    ("if end > max(", "1"),  # a file is not written for a single row
     ("np.zeros_like(action), ", "1.0"),  # log b of a final row, from which no step is taken
     ("retrace(zero, zero, reward, args.gamma ", "/"),  # times one, or over it
     ("vector_to_parameters(flat ", "*"),  # one worker here; tests/run has several

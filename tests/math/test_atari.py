@@ -470,6 +470,7 @@ def test_every_window_is_consecutive_steps_of_one_game_with_its_own_stacks(histo
     replay = make_replay(2 * length, space)
     record = lived(replay, space, lengths, times)
     batch = replay.sample(600, WINDOW, "cpu")
+    assert {len(x[0]) for x in batch} == {WINDOW + 1}
     starts = [divmod(int(name) - 1, 100) for name in batch.reward[:, 0]]
     oldest = max(0, times - length + replay.stack - 1)
     possible = itertools.product(range(2), range(oldest, times - WINDOW))
