@@ -7,10 +7,11 @@
 A change is the smallest that means something: + for -, * for /, < for <=, another number, a sign, a
 transposition, a `.detach()` or a `.square()` dropped, `mean` for `mean_i`. Each is made to the text
 of the script between the banners "Networks" and "Plumbing", and the tests in tests/math run on it
-until one fails. What none notices is printed, and the exit code is then 1. A change that makes no
-difference to what is computed is marked in SAME. Functions that two scripts share to the letter are
-changed in the first alone; the tests run them from every script. The training loop, main(), is
-changed only where it is named: tests/run is what holds it.
+until one fails; for mpo_atari.py those in tests/run of how games are lived, too. What none notices
+is printed, and the exit code is then 1. A change that makes no difference to what is computed is
+marked in SAME. Functions that two scripts share to the letter are changed in the first alone; the
+tests run them from every script. The training loop, main(), is changed only where it is named:
+tests/run is what holds it.
 Pytest does not run this file. It needs Linux or macOS, for each change is tried in a fork.
 """
 
@@ -31,6 +32,8 @@ HERE = Path(__file__).resolve().parent
 # the quickest files first; those of a script's own come before them
 FILES = "networks losses retrace metrics m_step e_step replay multipliers".split()
 APART = "learns kill copied_alone refused_with help same_seed played video stopped process"
+# of tests/run/test_games.py: how games are lived
+LIVED = "stacks_are stored_as a_limit_on_time rewards_are_clipped actions_drawn"
 SCRIPTS = ["mpo_continuous", "mpo_parametric", "mpo_atari", "mpo_distributed"]
 SECTIONS = ("# ---- Networks", "# ==== Plumbing")
 OPERATORS = {
@@ -87,6 +90,10 @@ SAME = [
     ("modules.insert(-", "3"),  # flattened before a ReLU, or behind it
     ("if self.stack > ", "2"),  # a stack is 4 or 1
     ("if end > max(", "1"),  # a file is not written for a single row
+    ("log_prob.argmax(", "+"),  # axis 1 of two is the last
+    ("int(torch.randint(2", "*"),  # which games are played, and in the next two lines
+    ("int(torch.randint(", "3"),
+    ("int(torch.randint(2**", "31"),
     ("np.zeros_like(action), ", "1.0"),  # log b of a final row, from which no step is taken
     ("retrace(zero, zero, reward, args.gamma ", "/"),  # times one, or over it
     ("vector_to_parameters(flat ", "*"),  # one worker here; tests/run has several
@@ -223,8 +230,9 @@ def survives(name, text):
         own = HERE / "math" / f"test_{name.removeprefix('mpo_')}.py"
         files = [str(HERE / "math" / f"test_{file}.py") for file in FILES]
         files = [str(own), *files] if own.exists() else files
-        apart = " or ".join(APART.split())
-        chosen = f"({name} or {own.stem}) and not ({apart})"
+        apart, lived = (" or ".join(names.split()) for names in (APART, LIVED))
+        chosen = f"({name} or {own.stem} or test_games and ({lived})) and not ({apart})"
+        files += [str(HERE / "run/test_games.py")] if name == "mpo_atari" else []
         options = ["-n", "0", "-x", "-p", "no:cacheprovider", "-k", chosen]
         failed = pytest.main([*options, *files])
     finally:

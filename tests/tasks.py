@@ -146,8 +146,8 @@ class Corridor(gym.Env):
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
 
-    def __init__(self, length=5, ends=True, start=0, shape=None, uneven=False):
-        self.uneven = uneven
+    def __init__(self, length=5, ends=True, start=0, shape=None, uneven=False, sign=1.0):
+        self.uneven, self.sign = uneven, sign
         self.length, self.ends, self.game = length, ends, 0
         self.action_space = gym.spaces.Discrete(3, start=start)
         self.shape = shape
@@ -167,13 +167,14 @@ class Corridor(gym.Env):
     def step(self, action):
         self.number += 1
         over = self.ends and self.number == self.length
-        return self.observe(), 10.0 * action + 1, over, False, {}
+        return self.observe(), self.sign * (10.0 * action + 1), over, False, {}
 
 
 register("NaNScore", actions=gym.spaces.Discrete(2), when=110, reward=np.nan)
 register("NaNBoard", actions=gym.spaces.Discrete(2), when=110, observation=np.nan)
 gym.register("Catch-v0", Catch)
 gym.register("Corridor-v0", Corridor, max_episode_steps=20)
+gym.register("Debts-v0", Corridor, max_episode_steps=20, kwargs=dict(sign=-1.0))
 gym.register("Shifted-v0", Corridor, max_episode_steps=20, kwargs=dict(start=5))
 gym.register("Screen-v0", Corridor, max_episode_steps=20, kwargs=dict(shape=(84, 84)))
 gym.register("Screens-v0", Corridor, max_episode_steps=20, kwargs=dict(shape=(4, 84, 84)))

@@ -153,14 +153,25 @@ def test_a_limit_on_time_bootstraps_and_an_end_does_not():
     assert not limited.rows.terminated.any()
 
 
-def test_rewards_are_clipped_for_learning_and_scores_are_not():
-    args, space = mpo_atari.Args(env_id="Corridor-v0", num_envs=2), gym.spaces.Box(0, 1, (2,))
+@pytest.mark.parametrize("env_id, sign", [("Corridor-v0", 1.0), ("Debts-v0", -1.0)])
+def test_rewards_are_clipped_for_learning_and_scores_are_not(env_id, sign):
+    args, space = mpo_atari.Args(env_id=env_id, num_envs=2), gym.spaces.Box(0, 1, (2,))
     env, replay, scores = mpo_atari.make_env(args, 2), mpo_atari.FrameReplay(200, 2, space, ""), []
     last = lambda state: torch.tensor([[-1e9, -1e9, 0.0]]).repeat(len(state), 1)  # noqa: E731
     for _, (_, ended) in zip(range(24), mpo_atari.play(env, replay, last, args)):
         scores += ended
-    assert scores == [5 * 21.0] * 8  # five steps a game and one for its reset
-    assert set(replay.rows.reward.tolist()) == {0.0, 1.0}
+    assert scores == [5 * 21.0 * sign] * 8  # five steps a game and one for its reset
+    assert set(replay.rows.reward.tolist()) == {0.0, sign}
+
+
+@pytest.mark.parametrize("task", ["NaNScore", "NaNBoard"])
+def test_what_is_not_finite_is_refused_before_it_is_stored_as_lived(task):
+    env = mpo_atari.make_env(mpo_atari.Args(env_id=f"{task}-v0"), 2)
+    replay = mpo_atari.FrameReplay(400, 2, env.single_observation_space, "")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        for _ in mpo_atari.play(env, replay, uniform(2), mpo_atari.Args(num_envs=2)):
+            assert replay.written < 300
+    assert replay.written > 200 and all(rows.isfinite().all() for rows in replay.rows)
 
 
 @functools.cache
