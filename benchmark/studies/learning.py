@@ -62,6 +62,7 @@ CONTINUOUS = {
         "norms-rate-3e-4",
         ["--noise-exponent", "1", "--alternate-noise"],
     ),
+    "twin-critics": ("norms-rate-3e-4", ["--twin-critics"]),  # a flag of 80931d6: see --script
     "norms-rate-3e-4-std-1": ("norms-rate-3e-4", ["--max-std", "1"]),
     "norms-rate-3e-4-sigma-1e-5": ("norms-rate-3e-4", ["--epsilon-sigma", "1e-5"]),
     "norms-rate-5e-4": ("norms-rate-3e-4", ["--policy-learning-rate", "5e-4"]),
